@@ -1,0 +1,1 @@
+"""Bytes on disk <-> parameter trees and tokenizers. Nothing is imported here: `from mtp_jax.checkpoints import load`."""

@@ -1,0 +1,1 @@
+"""Prefill, draft, verify, commit: one loop for vanilla and speculative decoding."""

@@ -1,0 +1,43 @@
+"""Ways to propose tokens. A drafter is three pure functions over its own state; the loop verifies what it proposes.
+
+    init(context) -> state                     after the prefill
+    draft(params, state, context, M) -> tokens [B, M], state
+    commit(state, accepted, context) -> state  after the verify pass
+
+A drafter object is a frozen dataclass: hashable, static under jit. Its arrays travel separately, as `params`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.models import cache as cache_lib
+
+
+class Context(struct.PyTreeNode):
+    """What a drafter may read: all of it belongs to the backbone and the loop, none of it is copied."""
+
+    tokens: Int[Array, "B S+1"]  # the text so far; beyond a row's pending token the entries mean nothing
+    pending: Int[Array, " B"]  # newest committed token, tokens[lengths]; its K/V is not in the cache
+    hidden: Float[Array, "B D"]  # backbone's state after the final norm at slot lengths - 1
+    cache: cache_lib.Cache  # slots 0..lengths-1 are valid
+    backbone_params: Any
+
+
+class Drafter(Protocol):
+    """Interface of every drafter."""
+
+    def init(self, context: Context) -> Any:
+        """State after the prefill; () when there is none."""
+        ...
+
+    def draft(self, params: Any, state: Any, context: Context, num_draft: int) -> tuple[Int[Array, "B M"], Any]:
+        """Propose `num_draft` tokens to follow the pending one."""
+        ...
+
+    def commit(self, state: Any, accepted: Int[Array, " B"], context: Context) -> Any:
+        """Drop what the verify pass rejected; `accepted` drafts of each row were kept, `context` is the new one."""
+        ...

@@ -1,0 +1,52 @@
+"""The KV cache: one array per layer, filled by the backbone, read in place by the head.
+
+The cache is an argument and a result, never module state: it rides in the decode loop's carry and is rolled back by
+lengths alone. Slot s of a row holds the key and value of that row's token s, so slot and position are the same number.
+
+Slots at or beyond `lengths` hold leftovers of rejected drafts. They are never read: every mask ends at the length,
+and the next write covers them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from mtp_jax import config as config_lib
+
+
+class Cache(struct.PyTreeNode):
+    """Keys (normed and rotated) and values of every layer."""
+
+    keys: tuple[Array, ...]  # per layer [B, K, S, H]
+    values: tuple[Array, ...]  # per layer [B, K, S, H]
+    lengths: Int[Array, " B"]  # valid slots of each row, 0..S
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys[0].shape[2]
+
+
+def empty(config: config_lib.BackboneConfig, batch: int, num_slots: int) -> Cache:
+    """A cache of zeros with lengths 0."""
+    shape = (batch, config.num_kv_heads, num_slots, config.head_dim)
+
+    def zeros() -> tuple[Array, ...]:
+        return tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
+
+    return Cache(keys=zeros(), values=zeros(), lengths=jnp.zeros((batch,), jnp.int32))
+
+
+def write(slots: Float[Array, "B K S H"], new: Float[Array, "B K T H"], start: Int[Array, " B"]) -> Float[Array, "B K S H"]:
+    """Put `new` into slots start..start+T-1 of each row, in place when `slots` is donated or carried.
+
+    The caller guarantees start + T <= S: a write that does not fit would be moved, silently, onto valid slots.
+    """
+
+    def one_row(row: Array, update: Array, begin: Array) -> Array:
+        return lax.dynamic_update_slice(row, update, (0, begin, 0))
+
+    return jax.vmap(one_row)(slots, new.astype(slots.dtype), start)

@@ -1,0 +1,220 @@
+"""The MTP head: a light Transformer that reads the backbone's hidden state and, by queries alone, its KV cache.
+
+It has no key or value projections, no cache, no prefill and no token table of its own. One draft step of a row whose
+slots 0..p are valid, with pending token x_{p+1}:
+
+    u   = pre [embed(token); hidden]            token: pending, then the previous draft; hidden: h_p, then the head's own
+    u   = layer(u), queries at position p+1 over slots 0..p of the donor layer's K/V, for each head layer
+    n   = norm(u)
+    logits = n · unembedding (draft vocabulary), hidden' = post n
+
+With `pointer`, a second query-only attention over donor keys weighs the slots, and the weight of slot s goes to the
+token that followed it, x_{s+1}: q = (1 - g) softmax(logits) + g copy, with the gate g = sigmoid(w · n + b). A copied
+token need not be in the draft vocabulary, so rare words and names of the text can be drafted with a small one.
+
+The same module serves training, where T rows of a sequence are drafted in parallel (row i sees slots 0..i), and
+decoding, where T = 1. Sources: the query-only head of the Gemma 4 assistants; pointer mixture after See et al. 2017.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax import config as config_lib
+from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import layers
+
+GATE_BIAS = -2.0  # the pointer starts with an eighth of the weight
+
+
+class HeadOutput(struct.PyTreeNode):
+    """One draft step of T rows."""
+
+    logits: Float[Array, "B T C"]  # float32, over the draft vocabulary
+    hidden: Float[Array, "B T D"]  # recurrent: input of the next draft step
+    features: Float[Array, "B T D"]  # what the unembedding rows are multiplied with
+    copy: Float[Array, "B T S"] | None  # float32 pointer weight of each slot, sums to 1 over visible slots
+    gate: Float[Array, "B T"] | None  # float32 share of the copy distribution
+
+
+class Head(nn.Module):
+    """One MTP head for one backbone shape. Arrays it reads are arguments; nothing of the backbone is a parameter."""
+
+    config: config_lib.HeadConfig
+    backbone: config_lib.BackboneConfig
+    column_blocks: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        embedded: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
+        keys: dict[int, Float[Array, "B K S H"]],
+        values: dict[int, Float[Array, "B K S H"]],
+        last_slot: Int[Array, "B T"],
+        unembedding: Array,
+    ) -> HeadOutput:
+        """Draft one token of each row.
+
+        Args:
+          embedded: the backbone's embedding of the newest token of the row (pending, or the previous draft).
+          hidden: h_p of the backbone (after the final norm) in the first draft step, later the head's own `hidden`.
+          keys, values: donor K/V by backbone layer, straight from the cache.
+          last_slot: p of each row; the same in every draft step.
+          unembedding: the backbone's unembedding cut to the draft vocabulary, [D, C] or column blocks.
+        """
+        cfg, bb = self.config, self.backbone
+        dense = self._dense
+        position = last_slot + 1 if cfg.query_position == "pending" else last_slot
+        x = dense(cfg.width, "pre")(jnp.concatenate([embedded, hidden.astype(embedded.dtype)], axis=-1))
+        for index, donor in enumerate(cfg.donors):
+            mask = layers.visible(last_slot, keys[donor].shape[2], last_slot + 1, bb.window(donor))
+            normed = layers.RMSNorm(cfg.norm_eps, name=f"layers_{index}_attn_norm")(x)
+            q = dense(cfg.num_heads * bb.head_dim, f"layers_{index}_q")(normed).reshape(*x.shape[:2], cfg.num_heads, bb.head_dim)
+            q = layers.rotate(q, position, bb.rope_theta)
+            x = x + dense(cfg.width, f"layers_{index}_o")(layers.attend(q, keys[donor], values[donor], mask))
+            normed = layers.RMSNorm(cfg.norm_eps, name=f"layers_{index}_mlp_norm")(x)
+            x = x + layers.GatedMLP(cfg.width, cfg.mlp_width, self.column_blocks, bb.dtype, name=f"layers_{index}_mlp")(normed)
+        n = layers.RMSNorm(cfg.norm_eps, name="norm")(x)
+        features = n if cfg.width == cfg.backbone_width else dense(cfg.backbone_width, "out")(n)
+        copy, gate = self._point(n, keys, last_slot, position) if cfg.pointer else (None, None)
+        return HeadOutput(
+            logits=layers.matmul(features, unembedding).astype(jnp.float32),
+            hidden=dense(cfg.backbone_width, "post")(n),
+            features=features,
+            copy=copy,
+            gate=gate,
+        )
+
+    def _dense(self, features: int, name: str) -> layers.Dense:
+        return layers.Dense(features, self.column_blocks, self.backbone.dtype, name=name)
+
+    def _point(
+        self, n: Float[Array, "B T W"], keys: dict[int, Array], last_slot: Int[Array, "B T"], position: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T S"], Float[Array, "B T"]]:
+        """Copy weights over slots and the gate. Scores are the mean over key heads of query · key, so one query a key head is enough."""
+        cfg, bb = self.config, self.backbone
+        heads = cfg.pointer_heads * bb.num_kv_heads
+        scores = 0.0
+        mask = None
+        for donor in cfg.pointer_donors:
+            q = self._dense(heads * bb.head_dim, f"pointer_{donor}_q")(n).reshape(*n.shape[:2], heads, bb.head_dim)
+            q = layers.rotate(q, position, bb.rope_theta).reshape(*n.shape[:2], cfg.pointer_heads, bb.num_kv_heads, bb.head_dim)
+            scores += jnp.einsum("BTPKH,BKSH->BPTS", q, keys[donor]).astype(jnp.float32) * bb.head_dim**-0.5 / bb.num_kv_heads
+            seen = layers.visible(last_slot, keys[donor].shape[2], last_slot + 1, bb.window(donor))
+            mask = seen if mask is None else mask & seen
+        assert mask is not None
+        weights = layers.masked_softmax(jnp.asarray(scores), mask[:, None])  # [B, P, T, S]
+        gates = nn.softmax(jnp.concatenate([jnp.zeros((*n.shape[:2], 1)), self._gate(n, cfg.pointer_heads)], axis=-1))[..., 1:]  # [B, T, P]
+        gate = gates.sum(axis=-1)
+        return jnp.einsum("BTP,BPTS->BTS", gates / gate[..., None], weights), gate
+
+    def _gate(self, n: Float[Array, "B T W"], heads: int) -> Float[Array, "B T P"]:
+        bias = self.param("gate_bias", nn.initializers.constant(GATE_BIAS), (heads,), jnp.float32)
+        kernel = self.param("gate_kernel", nn.initializers.normal(0.02), (n.shape[-1], heads), jnp.float32)
+        return n.astype(jnp.float32) @ kernel + bias
+
+
+class DraftVocab(struct.PyTreeNode):
+    """The draft vocabulary, and the two lookups made from it once: nothing here is trained."""
+
+    ids: Int[Array, " C"]  # token id of each draft entry
+    index: Int[Array, " V"]  # draft entry of each token id; C where the token is not in the draft vocabulary
+    unembedding: Array  # [D, C] or column blocks: rows of the backbone's unembedding
+
+
+def draft_vocab(ids: Int[Array, " C"], backbone_params: dict[str, Any], backbone: config_lib.BackboneConfig, *, column_blocks: bool = False) -> DraftVocab:
+    """Cut the backbone's unembedding to the tokens `ids`. `backbone_params` are in the layout that `column_blocks` says."""
+    if backbone.tied_embeddings:
+        rows = backbone_lib.embed(backbone_params["embed"]["embedding"], ids)  # [C, D]
+    else:
+        rows = _columns(backbone_params["unembed"]["kernel"], ids)
+    index = jnp.full((backbone.vocab_size,), len(ids), jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
+    unembedding = layers.to_column_blocks(rows.T) if column_blocks else rows.T
+    return DraftVocab(ids=ids, index=index, unembedding=unembedding)
+
+
+def _columns(kernel: Array, ids: Int[Array, " C"]) -> Float[Array, "C D"]:
+    return backbone_lib.embed(kernel, ids) if kernel.ndim == 3 else kernel.T[ids]
+
+
+class Mixture(struct.PyTreeNode):
+    """The draft distribution q in log space, over two lists of candidates.
+
+    A token of the text so far stands in `slots` (at its first visible occurrence) with all of its probability, its share
+    of the softmax included. `vocab` holds the softmax share of the draft vocabulary; where a token stands in both, the
+    entry of `slots` is the right one, and it is never the smaller.
+    """
+
+    vocab: Float[Array, "B T C"]  # log((1 - g) softmax)
+    slots: Float[Array, "B T S"] | None  # log(q(x_{s+1})), very negative where not a first visible occurrence
+    vocab_at_slots: Float[Array, "B T S"] | None  # log((1 - g) softmax(x_{s+1})), -inf where outside the draft vocabulary
+
+
+def mix(output: HeadOutput, slot_logits: Float[Array, "B T S"], followers: Int[Array, "B S"], last_slot: Int[Array, "B T"]) -> Mixture:
+    """Combine softmax and copy distribution.
+
+    Args:
+      output: of the head.
+      slot_logits: the head's logit of the token that follows each slot; -inf where that token is outside the draft vocabulary.
+      followers: token x_{s+1} after each slot s; entries beyond a row's last slot are ignored.
+      last_slot: p of each row.
+    """
+    normaliser = nn.logsumexp(output.logits, axis=-1, keepdims=True)
+    if output.copy is None or output.gate is None:
+        return Mixture(vocab=output.logits - normaliser, slots=None, vocab_at_slots=None)
+    stay = jnp.log1p(-output.gate)[..., None] - normaliser
+    same = (followers[:, :, None] == followers[:, None, :]).astype(jnp.float32)  # [B, S, S]
+    copied = jnp.einsum("BTS,BSR->BTR", output.copy, same) * output.gate[..., None]  # weight of all occurrences of the token
+    base = slot_logits + stay
+    lowest = jnp.finfo(jnp.float32).min
+    slots = jnp.where(first_visible(followers, last_slot), jnp.log(jnp.exp(base) + copied + TINY), lowest)
+    return Mixture(vocab=output.logits + stay, slots=slots, vocab_at_slots=base)
+
+
+def gather_slot_logits(logits: Float[Array, "B T C"], index_at_slots: Int[Array, "B S"]) -> Float[Array, "B T S"]:
+    """Logit of the token after each slot, read from the draft logits (`index_at_slots` is DraftVocab.index of the followers)."""
+    padded = jnp.pad(logits, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
+    return jnp.take_along_axis(padded, jnp.broadcast_to(index_at_slots[:, None], (*logits.shape[:2], index_at_slots.shape[1])), axis=-1)
+
+
+TINY = 1e-8  # keeps log finite; far below any probability that matters
+
+
+def first_visible(followers: Int[Array, "B S"], last_slot: Int[Array, "B T"]) -> Bool[Array, "B T S"]:
+    """True at slots <= last_slot whose follower occurs at no earlier slot: each token of the text once."""
+    slots = jnp.arange(followers.shape[1])
+    earlier = (followers[:, :, None] == followers[:, None, :]) & (slots[None, :] < slots[:, None])  # [B, S, S']
+    return ~earlier.any(axis=-1)[:, None] & (slots <= last_slot[..., None])
+
+
+def greedy(mixture: Mixture, ids: Int[Array, " C"], followers: Int[Array, "B S"]) -> Int[Array, "B T"]:
+    """Most probable draft token."""
+    best = jnp.argmax(mixture.vocab, axis=-1)
+    token = ids[best]
+    if mixture.slots is None:
+        return token
+    slot = jnp.argmax(mixture.slots, axis=-1)
+    copied = jnp.take_along_axis(followers, slot.reshape(slot.shape[0], -1), axis=1).reshape(slot.shape)
+    return jnp.where(mixture.slots.max(axis=-1) > mixture.vocab.max(axis=-1), copied, token)
+
+
+def param_shapes(config: config_lib.HeadConfig, backbone: config_lib.BackboneConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every head parameter by flat name ("pre/kernel"), in the plain layout."""
+    tree = jax.eval_shape(lambda: init_params(config, backbone, jax.random.key(0)))
+    return {"/".join(str(part.key) for part in path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def init_params(config: config_lib.HeadConfig, backbone: config_lib.BackboneConfig, key: Array) -> dict[str, Any]:
+    """Fresh head parameters (plain layout); the key is consumed. Residual outputs start small, so that an untrained head is tame."""
+    config.check_fits(backbone)
+    kv = {donor: jnp.zeros((1, backbone.num_kv_heads, 1, backbone.head_dim), backbone.dtype) for donor in config.layers_read}
+    row = jnp.zeros((1, 1, backbone.width), backbone.dtype)
+    unembedding = jnp.zeros((backbone.width, config.draft_vocab_size), backbone.dtype)
+    return Head(config, backbone).init(key, row, row, kv, kv, jnp.zeros((1, 1), jnp.int32), unembedding)["params"]
