@@ -14,9 +14,7 @@ The tree (kernels are [in, out]; files hold their transpose, [out, in]):
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,7 +51,9 @@ class Table:
     copies: dict[str, str] = field(default_factory=dict)  # name -> name it must equal; holding it is allowed, and redundant
 
 
-def assemble(tensors: Iterable[StoredTensor], table: Table, config: config_lib.BackboneConfig, where: str) -> dict[str, Any]:
+def assemble(
+    tensors: Iterable[StoredTensor], table: Table, config: config_lib.BackboneConfig, where: str, only: Collection[tuple[str, ...]] | None = None
+) -> dict[str, Any]:
     """Build the parameter tree from stored tensors.
 
     Args:
@@ -61,6 +61,7 @@ def assemble(tensors: Iterable[StoredTensor], table: Table, config: config_lib.B
       table: what it should hold.
       config: gives the dtype of the kernels and the embedding; norm scales are float32 always.
       where: file or folder, for messages.
+      only: paths in the tree; when given, no other tensor is read (all are checked).
 
     Returns:
       Nested dict of jax arrays (see the module docstring).
@@ -73,20 +74,16 @@ def assemble(tensors: Iterable[StoredTensor], table: Table, config: config_lib.B
         if name in found:
             _check_copy(found.pop(name), found[original], where)
     tree: dict[str, Any] = {}
-
-    def load(name: str) -> tuple[tuple[str, ...], Any]:
+    for name, tensor in found.items():
         entry = table.entries[name]
-        dtype = np.float32 if entry.path[-1] == "scale" else jnp.dtype(config.dtype)
-        # A copy of its own, in C order: the array must not alias a mapped file.
-        return entry.path, jnp.asarray(np.array(entry.convert(found[name].read()), dtype=dtype, order="C", copy=True))
-
-    # NumPy releases the interpreter lock while it dequantises and transposes.
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        for path, array in pool.map(load, found):
-            node = tree
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            node[path[-1]] = array
+        if only is not None and entry.path not in only:
+            continue
+        node = tree
+        for key in entry.path[:-1]:
+            node = node.setdefault(key, {})
+        dtype = jnp.float32 if entry.path[-1] == "scale" else jnp.dtype(config.dtype)
+        # A copy, never an alias of a mapped file. JAX reads a transposed view as it copies, so no second pass is made.
+        node[entry.path[-1]] = jnp.array(entry.convert(tensor.read()), dtype=dtype, copy=True)
     return tree
 
 

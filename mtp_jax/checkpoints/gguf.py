@@ -7,7 +7,7 @@ a key that is ignored is a model that is quietly another one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,8 @@ def read_config(source: str | Path | GGUFFile, dtype: str = "float32") -> config
         raise errors.CheckpointError(str(error)) from error
 
 
-def read_params(source: str | Path | GGUFFile, config: config_lib.BackboneConfig) -> dict[str, Any]:
-    """Dequantise a GGUF file's tensors into the tree that `families` describes, kernels in config.dtype.
+def read_params(source: str | Path | GGUFFile, config: config_lib.BackboneConfig, only: Collection[tuple[str, ...]] | None = None) -> dict[str, Any]:
+    """Dequantise a GGUF file's tensors (or `only` those at these paths) into the tree that `families` describes, kernels in config.dtype.
 
     Raises:
       MissingTensor, UnexpectedTensor, MisshapenTensor: see `families.assemble`.
@@ -124,7 +124,7 @@ def read_params(source: str | Path | GGUFFile, config: config_lib.BackboneConfig
       DamagedFile: see GGUFFile.
     """
     file = _open(source)
-    return families.assemble(_stored(file), families.llama_gguf(config), config, str(file.path))
+    return families.assemble(_stored(file), families.llama_gguf(config), config, str(file.path), only)
 
 
 def _open(source: str | Path | GGUFFile) -> GGUFFile:
@@ -132,16 +132,27 @@ def _open(source: str | Path | GGUFFile) -> GGUFFile:
 
 
 def _stored(file: GGUFFile) -> Iterator[families.StoredTensor]:
-    import gguf
-
     def read(tensor: Any) -> np.ndarray:
         try:
-            return gguf.dequantize(tensor.data, tensor.tensor_type)
+            return _dequantise(np.asarray(tensor.data), tensor.tensor_type)  # a plain array: slicing a memmap is slow
         except NotImplementedError as error:
             raise errors.UnsupportedModel(f"{file.path}: tensor {tensor.name!r} has type {tensor.tensor_type.name}, which can't be dequantised") from error
 
     for tensor in file.tensors:
         yield families.StoredTensor(tensor.name, _shape(tensor), lambda tensor=tensor: read(tensor))
+
+
+def _dequantise(data: np.ndarray, kind: Any) -> np.ndarray:
+    """Float32 values of a tensor's bytes [rows, bytes per row].
+
+    The package works through 16 rows at a time in Python; blocks don't cross rows, so four rows joined are as good as
+    one, and halve the time.
+    """
+    import gguf
+
+    if data.dtype != np.uint8 or data.ndim != 2 or data.shape[0] % 4:
+        return gguf.dequantize(data, kind)
+    return gguf.dequantize(data.reshape(data.shape[0] // 4, -1), kind).reshape(data.shape[0], -1)
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
@@ -199,7 +210,7 @@ def _reader_class() -> type:
 def _strings(data: np.ndarray, offset: int, count: int) -> tuple[list[np.ndarray], int]:
     """`count` length-prefixed strings of data [bytes] from `offset`, and the offset after them."""
     strings: list[np.ndarray] = []
-    buffer, length_at = memoryview(data), struct.Struct("=Q").unpack_from
+    buffer, length_at = data.data, struct.Struct("=Q").unpack_from
     for _ in range(count):
         (length,) = length_at(buffer, offset)
         offset += 8

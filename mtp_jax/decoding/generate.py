@@ -23,7 +23,6 @@ from mtp_jax.decoding import loop
 from mtp_jax.drafters import mtp
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
-from mtp_jax.models import layers
 
 if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
@@ -73,7 +72,7 @@ def make_runtime(backbone: LoadedBackbone, head: LoadedHead | None = None, *, co
       column_blocks: layout of the loop's parameters; None means yes on CPU, no elsewhere.
     """
     blocked = jax.default_backend() == "cpu" if column_blocks is None else column_blocks
-    step_params = layers.tree_to_column_blocks(backbone.params) if blocked else backbone.params
+    step_params = backbone_lib.to_column_blocks(backbone.params, backbone.config) if blocked else backbone.params
     runtime = Runtime(
         prefill_module=backbone_lib.Backbone(backbone.config),
         prefill_params=backbone.params,
@@ -86,7 +85,7 @@ def make_runtime(backbone: LoadedBackbone, head: LoadedHead | None = None, *, co
 def attach(runtime: Runtime, head: LoadedHead) -> Runtime:
     """The same backbone arrays with an MTP head as drafter."""
     module = head_lib.Head(head.config, runtime.step_module.config, column_blocks=runtime.step_module.column_blocks)
-    params = mtp.make_params(module, head.params, jnp.asarray(head.draft_ids), runtime.step_params)
+    params = mtp.make_params(module, head.params, jnp.asarray(head.draft_ids), runtime.prefill_params)
     return dataclasses.replace(runtime, drafter=mtp.MTPDrafter(module), drafter_params=params)
 
 

@@ -14,7 +14,6 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from mtp_jax import drafters
-from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
 from mtp_jax.models import layers
 
@@ -47,7 +46,7 @@ class MTPDrafter:
         token, hidden = context.pending[:, None], context.hidden[:, None]
         drafts = []
         for _ in range(num_draft):
-            output = self.head.apply({"params": params.head}, backbone_lib.embed(table, token), hidden, keys, values, last_slot, params.vocab.unembedding)
+            output = self.head.apply({"params": params.head}, table[token], hidden, keys, values, last_slot, params.vocab.unembedding)
             assert isinstance(output, head_lib.HeadOutput)
             slot_logits = head_lib.gather_slot_logits(output.logits, index_at_slots)
             token = head_lib.greedy(head_lib.mix(output, slot_logits, followers, last_slot), params.vocab.ids, followers)
@@ -65,10 +64,10 @@ def make_params(
     """Bring a head's stored parameters (plain layout) into the layout of `head`, and cut the draft rows of the unembedding.
 
     Args:
-      head: module whose `column_blocks` gives the layout wanted, of `backbone_params` too.
+      head: module whose `column_blocks` gives the layout wanted.
       head_params: as trained and stored.
       draft_ids: token id of each draft entry [C].
-      backbone_params: of the frozen backbone.
+      backbone_params: of the frozen backbone, in the plain layout.
     """
     vocab = head_lib.draft_vocab(jnp.asarray(draft_ids, jnp.int32), backbone_params, head.backbone, column_blocks=head.column_blocks)
-    return Params(head=layers.tree_to_column_blocks(head_params) if head.column_blocks else head_params, vocab=vocab)
+    return Params(head=layers.to_column_blocks(head_params) if head.column_blocks else head_params, vocab=vocab)

@@ -37,11 +37,16 @@ class Backbone(nn.Module):
 
     def setup(self) -> None:
         cfg = self.config
-        self.embed = Embedding(cfg.vocab_size, cfg.width, self.column_blocks, cfg.dtype)
+        self.embed = nn.Embed(cfg.vocab_size, cfg.width, dtype=cfg.dtype, param_dtype=cfg.dtype)
         self.layers = [Layer(cfg, index, self.column_blocks) for index in range(cfg.num_layers)]
         self.final_norm = layers.RMSNorm(cfg.norm_eps)
-        if not cfg.tied_embeddings:
+        if not self.reads_table_as_unembedding:
             self.unembed = layers.Dense(cfg.vocab_size, self.column_blocks, cfg.dtype)
+
+    @property
+    def reads_table_as_unembedding(self) -> bool:
+        """Tied embeddings, except in column blocks: there the unembedding is a tree entry of its own, in its own layout."""
+        return self.config.tied_embeddings and not self.column_blocks
 
     def __call__(self, tokens: Int[Array, "B T"], cache: cache_lib.Cache | None = None, *, with_logits: bool = True) -> BackboneOutput:
         """Run T tokens of each row.
@@ -66,35 +71,21 @@ class Backbone(nn.Module):
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of hidden states (after the final norm)."""
-        raw = self.embed.unembed(hidden) if self.config.tied_embeddings else self.unembed(hidden)
+        raw = self.embed.attend(hidden) if self.reads_table_as_unembedding else self.unembed(hidden)
         return raw.astype(jnp.float32)
 
 
-class Embedding(nn.Module):
-    """The token table [V, D]; in the column-block layout it is stored as its own unembedding [V/c, D, c]."""
-
-    vocab_size: int
-    width: int
-    column_blocks: bool
-    dtype: Any
-
-    def setup(self) -> None:
-        shape = layers.table_shape(self.vocab_size, self.width, self.column_blocks)
-        self.embedding = self.param("embedding", nn.initializers.normal(0.02), shape, self.dtype)
-
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return embed(self.embedding, tokens)
-
-    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        kernel = self.embedding.T if self.embedding.ndim == 2 else self.embedding
-        return layers.matmul(hidden.astype(kernel.dtype), kernel)
+def unembedding_rows(params: dict[str, Any], config: config_lib.BackboneConfig, ids: Int[Array, " C"]) -> Float[Array, "C D"]:
+    """Rows of the unembedding for the tokens `ids`, from parameters in the plain layout."""
+    return params["embed"]["embedding"][ids] if config.tied_embeddings else params["unembed"]["kernel"].T[ids]
 
 
-def embed(table: Array, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-    """Rows of a token table in either layout."""
-    if table.ndim == 3:
-        return table[tokens // layers.COLUMN_BLOCK, :, tokens % layers.COLUMN_BLOCK]
-    return table[tokens]
+def to_column_blocks(params: dict[str, Any], config: config_lib.BackboneConfig) -> dict[str, Any]:
+    """Parameters in the layout of `Backbone(config, column_blocks=True)`. The token table is shared, not copied."""
+    blocked = {name: value for name, value in params.items() if name != "embed"}
+    if config.tied_embeddings:
+        blocked["unembed"] = {"kernel": params["embed"]["embedding"].T}
+    return {**layers.to_column_blocks(blocked), "embed": params["embed"]}
 
 
 class Layer(nn.Module):
@@ -129,12 +120,11 @@ class Attention(nn.Module):
     ) -> tuple[Array, tuple[Array, Array]]:
         cfg = self.config
 
-        def project(name: str, heads: int) -> Float[Array, "B T heads H"]:
-            return layers.Dense(heads * cfg.head_dim, self.column_blocks, cfg.dtype, name=name)(x).reshape(*x.shape[:2], heads, cfg.head_dim)
-
-        q = layers.rotate(project("q", cfg.num_heads), positions, cfg.rope_theta)
-        k = layers.rotate(project("k", cfg.num_kv_heads), positions, cfg.rope_theta).swapaxes(1, 2)  # [B, K, T, H]
-        v = project("v", cfg.num_kv_heads).swapaxes(1, 2)
+        widths = {"q": cfg.num_heads * cfg.head_dim, "k": cfg.num_kv_heads * cfg.head_dim, "v": cfg.num_kv_heads * cfg.head_dim}
+        q, k, v = [part.reshape(*x.shape[:2], -1, cfg.head_dim) for part in layers.joined_dense(x, widths, self.column_blocks, cfg.dtype)]
+        q = layers.rotate(q, positions, cfg.rope_theta)
+        k = layers.rotate(k, positions, cfg.rope_theta).swapaxes(1, 2)  # [B, K, T, H]
+        v = v.swapaxes(1, 2)
         if slots is not None:
             k, v = cache_lib.write(slots[0], k, start), cache_lib.write(slots[1], v, start)
         mask = layers.visible(positions, k.shape[2], positions, cfg.window(self.index))

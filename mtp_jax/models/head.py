@@ -58,7 +58,7 @@ class Head(nn.Module):
         keys: dict[int, Float[Array, "B K S H"]],
         values: dict[int, Float[Array, "B K S H"]],
         last_slot: Int[Array, "B T"],
-        unembedding: Array,
+        unembedding: layers.Kernel,
     ) -> HeadOutput:
         """Draft one token of each row.
 
@@ -126,22 +126,14 @@ class DraftVocab(struct.PyTreeNode):
 
     ids: Int[Array, " C"]  # token id of each draft entry
     index: Int[Array, " V"]  # draft entry of each token id; C where the token is not in the draft vocabulary
-    unembedding: Array  # [D, C] or column blocks: rows of the backbone's unembedding
+    unembedding: layers.Kernel  # [D, C] or column blocks: rows of the backbone's unembedding
 
 
 def draft_vocab(ids: Int[Array, " C"], backbone_params: dict[str, Any], backbone: config_lib.BackboneConfig, *, column_blocks: bool = False) -> DraftVocab:
-    """Cut the backbone's unembedding to the tokens `ids`. `backbone_params` are in the layout that `column_blocks` says."""
-    if backbone.tied_embeddings:
-        rows = backbone_lib.embed(backbone_params["embed"]["embedding"], ids)  # [C, D]
-    else:
-        rows = _columns(backbone_params["unembed"]["kernel"], ids)
+    """Cut the backbone's unembedding (of parameters in the plain layout) to the tokens `ids`."""
+    rows = backbone_lib.unembedding_rows(backbone_params, backbone, ids)
     index = jnp.full((backbone.vocab_size,), len(ids), jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
-    unembedding = layers.to_column_blocks(rows.T) if column_blocks else rows.T
-    return DraftVocab(ids=ids, index=index, unembedding=unembedding)
-
-
-def _columns(kernel: Array, ids: Int[Array, " C"]) -> Float[Array, "C D"]:
-    return backbone_lib.embed(kernel, ids) if kernel.ndim == 3 else kernel.T[ids]
+    return DraftVocab(ids=ids, index=index, unembedding=layers.block_kernel(rows.T) if column_blocks else rows.T)
 
 
 class Mixture(struct.PyTreeNode):

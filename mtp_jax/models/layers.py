@@ -2,10 +2,11 @@
 
 Numbers: norms, softmax and rotary angles are float32; matrix products run in the dtype of the parameters.
 
-Column blocks. A kernel [in, out] may be stored as [out / c, in, c] ("column blocks", c = `COLUMN_BLOCK`). XLA's CPU
-backend then multiplies 2..16 rows at nearly the cost of one, because each block stays in the innermost cache, and
-every row's result is bit-identical whatever the number of rows: the property that makes verification exact to the
-bit on CPU. The same values, another order; `to_column_blocks` converts a parameter tree.
+Column blocks. In the layout of the decode loop on CPU a kernel [in, out] is stored as [out / c, in, c] (c =
+`COLUMN_BLOCK`), a very wide one as a tuple of such pieces, and kernels with the same input are joined (q, k and v; gate
+and up). XLA's CPU backend then multiplies 2..16 rows at little more than the cost of one, because each block stays in
+the innermost cache, and every row's result is bit-identical whatever the number of rows: on CPU, verification is exact
+to the bit. The same values, another order: `to_column_blocks` converts a parameter tree.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 COLUMN_BLOCK = 16  # float32 values in one 64-byte cache line
+PIECE_COLUMNS = 3072  # widest product whose broadcast input still fits the outer cache
+JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+Kernel = Array | tuple[Array, ...]
 
 
 class Dense(nn.Module):
-    """y = x · kernel, without bias. The kernel is [in, out], or column blocks when `column_blocks` and 16 divides out."""
+    """y = x · kernel, without bias. The kernel is [in, out], or column blocks when `column_blocks`."""
 
     features: int
     column_blocks: bool = False
@@ -30,26 +35,19 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        shape = kernel_shape(x.shape[-1], self.features, self.column_blocks)
-        kernel = self.param("kernel", nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-2, out_axis=-1), shape, self.dtype)
-        return matmul(x.astype(kernel.dtype), kernel)
+        plain = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+        def init(key: Array) -> Kernel:
+            kernel = plain(key, (x.shape[-1], self.features), self.dtype)
+            return block_kernel(kernel) if self.column_blocks else kernel
+
+        return matmul(x.astype(self.dtype), self.param("kernel", init))
 
 
-def kernel_shape(inputs: int, outputs: int, column_blocks: bool) -> tuple[int, ...]:
-    """Shape of a kernel in the plain or the column-block layout."""
-    if column_blocks and outputs % COLUMN_BLOCK == 0:
-        return (outputs // COLUMN_BLOCK, inputs, COLUMN_BLOCK)
-    return (inputs, outputs)
-
-
-def table_shape(rows: int, width: int, column_blocks: bool) -> tuple[int, ...]:
-    """Shape of a token table [V, D]; in column blocks it is stored as the unembedding it also serves as, [V/c, D, c]."""
-    blocked = kernel_shape(width, rows, column_blocks)
-    return blocked if len(blocked) == 3 else (rows, width)
-
-
-def matmul(x: Float[Array, "*rows in"], kernel: Array) -> Float[Array, "*rows out"]:
+def matmul(x: Float[Array, "*rows in"], kernel: Kernel) -> Float[Array, "*rows out"]:
     """x [..., in] times a kernel in either layout -> [..., out]."""
+    if isinstance(kernel, tuple):
+        return jnp.concatenate([matmul(x, piece) for piece in kernel], axis=-1)
     if kernel.ndim == 2:
         return x @ kernel
     rows = x.reshape(-1, x.shape[-1])
@@ -58,27 +56,40 @@ def matmul(x: Float[Array, "*rows in"], kernel: Array) -> Float[Array, "*rows ou
     return product.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
 
 
-def to_column_blocks(kernel: Array) -> Array:
-    """[in, out] -> [out/c, in, c] where c divides out; otherwise unchanged."""
+def block_kernel(kernel: Float[Array, "in out"]) -> Kernel:
+    """[in, out] -> [out/c, in, c], in pieces where it is wide; unchanged where c does not divide out."""
     inputs, outputs = kernel.shape
     if outputs % COLUMN_BLOCK:
         return kernel
-    return kernel.reshape(inputs, outputs // COLUMN_BLOCK, COLUMN_BLOCK).swapaxes(0, 1)
+    blocks = kernel.reshape(inputs, outputs // COLUMN_BLOCK, COLUMN_BLOCK).swapaxes(0, 1)
+    per_piece = PIECE_COLUMNS // COLUMN_BLOCK
+    if len(blocks) <= per_piece:
+        return blocks
+    return tuple(blocks[start : start + per_piece] for start in range(0, len(blocks), per_piece))
 
 
-def tree_to_column_blocks(params: dict[str, Any]) -> dict[str, Any]:
-    """Convert every `kernel` of a parameter tree, and the embedding table as the transposed unembedding it serves as."""
+def to_column_blocks(params: dict[str, Any]) -> dict[str, Any]:
+    """A parameter tree (backbone or head) in the layout that modules with `column_blocks` expect."""
 
-    def convert(path: tuple[Any, ...], leaf: Array) -> Array:
-        name = path[-1].key
-        if name == "kernel":
-            return to_column_blocks(leaf)
-        if name == "embedding":
-            blocked = to_column_blocks(leaf.T)
-            return blocked if blocked.ndim == 3 else leaf
-        return leaf
+    def convert(tree: dict[str, Any]) -> dict[str, Any]:
+        tree = dict(tree)
+        for joined, parts in JOINED.items():
+            if all(part in tree for part in parts):
+                tree[joined] = {"kernel": jnp.concatenate([tree.pop(part)["kernel"] for part in parts], axis=1)}
+        return {
+            name: convert(value) if isinstance(value, dict) else (block_kernel(value) if name == "kernel" else value) for name, value in tree.items()
+        }
 
-    return jax.jit(lambda tree: jax.tree_util.tree_map_with_path(convert, tree))(params)
+    return jax.jit(convert)(params)
+
+
+def joined_dense(x: Float[Array, "*rows in"], widths: dict[str, int], column_blocks: bool, dtype: Any) -> list[Float[Array, "*rows out"]]:
+    """Several products of one input, for use inside a compact module: one Dense each, or one joined Dense in column blocks."""
+    if not column_blocks:
+        return [Dense(width, False, dtype, name=name)(x) for name, width in widths.items()]
+    (name,) = [joined for joined, parts in JOINED.items() if parts == tuple(widths)]
+    product = Dense(sum(widths.values()), True, dtype, name=name)(x)
+    return jnp.split(product, [sum(list(widths.values())[:i]) for i in range(1, len(widths))], axis=-1)
 
 
 class RMSNorm(nn.Module):
@@ -104,8 +115,7 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate = Dense(self.hidden, self.column_blocks, self.dtype, name="gate")(x)
-        up = Dense(self.hidden, self.column_blocks, self.dtype, name="up")(x)
+        gate, up = joined_dense(x, {"gate": self.hidden, "up": self.hidden}, self.column_blocks, self.dtype)
         return Dense(self.width, self.column_blocks, self.dtype, name="down")(nn.silu(gate) * up)
 
 
