@@ -158,11 +158,18 @@ class DecodeConfig:
     max_new_tokens: int = 128  # budget per row, stop token included
     num_draft: int = 4  # M; 0 only for vanilla decoding
     stop_tokens: tuple[int, ...] = ()  # any of these ends a row; it is kept as the row's last token
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # sample among the k most probable tokens; 0 is no limit
+    top_p: float = 1.0  # sample among the most probable tokens that together reach this probability
+    seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         _require_positive(self, "max_new_tokens")
         _require(isinstance(self.num_draft, int) and self.num_draft >= 0, "num_draft", self.num_draft, "must be an integer of at least 0")
+        _require(self.temperature >= 0, "temperature", self.temperature, "must not be negative; 0 is greedy")
+        _require(self.top_k >= 0, "top_k", self.top_k, "must not be negative; 0 is no limit")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +182,7 @@ class TrainConfig:
     num_draft: int = 4  # M: draft steps unrolled, as deployed
     step_decay: float = 0.8  # weight of draft step k is step_decay ** (k - 1), normalised
     rows: Literal["all", "answer"] = "all"  # which rows carry loss; soft labels exist on prompts too
+    rows_per_sequence: int = 96  # rows drawn from each sequence and step; 0 takes all
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
     warmup_fraction: float = 0.04
@@ -189,6 +197,7 @@ class TrainConfig:
         _require(self.max_length >= self.num_draft + 3, "max_length", self.max_length, f"must be at least num_draft + 3 = {self.num_draft + 3}")
         _require(0 < self.step_decay <= 1, "step_decay", self.step_decay, "must be in (0, 1]")
         _require(self.rows in ("all", "answer"), "rows", self.rows, "must be 'all' or 'answer'")
+        _require(self.rows_per_sequence >= 0, "rows_per_sequence", self.rows_per_sequence, "must not be negative; 0 takes all rows")
         _require(self.optimizer in ("adamw", "muon"), "optimizer", self.optimizer, "must be 'adamw' or 'muon'")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
         _require(0 <= self.warmup_fraction < 1, "warmup_fraction", self.warmup_fraction, "must be in [0, 1)")

@@ -156,7 +156,7 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     llama.cpp rotates neighbours (0, 1), (2, 3), ...; transformers and `layers.rotate` rotate halves (0, H/2), (1, H/2+1), ...
     Its converter moves row i of a head to 2i, and row H/2+i to 2i+1; this moves them back.
 
-    Worked row, H = 4: stored [0, 2, 1, 3] -> [0, 1, 2, 3].
+    Worked row, H = 6: stored [0, 3, 1, 4, 2, 5] -> [0, 1, 2, 3, 4, 5].
     """
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -54,10 +54,11 @@ class GGUFFile:
         except Exception as error:  # the reader raises whatever its slicing runs into
             raise errors.DamagedFile(f"{self.path}: not a whole GGUF file: {type(error).__name__}: {error}") from error
         size = self.path.stat().st_size
+        first = self._reader.data_offset
         for tensor in self.tensors:
-            if tensor.data_offset + tensor.n_bytes > size:
-                end = tensor.data_offset + tensor.n_bytes
-                raise errors.DamagedFile(f"{self.path}: tensor {tensor.name!r} ends at byte {end}, but the file has {size} bytes")
+            begin, end = tensor.data_offset, tensor.data_offset + tensor.n_bytes
+            if begin < first or end > size:  # before: an offset near 2**64 wraps around
+                raise errors.DamagedFile(f"{self.path}: tensor {tensor.name!r} lies at bytes {begin}..{end}; must be inside the data, {first}..{size}")
 
     def keys(self) -> tuple[str, ...]:
         return tuple(self._reader.fields)

@@ -23,6 +23,7 @@ from mtp_jax.decoding import loop
 from mtp_jax.drafters import mtp
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
+from mtp_jax.models import layers
 
 if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
@@ -39,8 +40,8 @@ class PromptError(ValueError):
 class Runtime:
     """A backbone, and perhaps a drafter, in the layouts that run fastest on this device. Make it once, use it for many calls.
 
-    On CPU the decode loop runs on column blocks (see models/layers.py) beside the plain parameters of the prefill; on
-    an accelerator both are the same arrays.
+    On CPU the decode loop runs on column blocks (see models/layers.py) beside the plain parameters, which serve the
+    prefill and large batches; on an accelerator both are the same arrays.
     """
 
     prefill_module: backbone_lib.Backbone
@@ -209,8 +210,11 @@ def run(runtime: Runtime, prompts: Sequence[Sequence[int]], config: config_lib.D
             stop_tokens=config.stop_tokens,
         )
 
+    few_rows = len(prompts) * (num_draft + 1) <= layers.COLUMN_BLOCK_ROWS
+    module, params = (runtime.step_module, runtime.step_params) if few_rows else (runtime.prefill_module, runtime.prefill_params)
+
     def decode(state: loop.DecodeState) -> loop.DecodeState:
-        return loop.decode(runtime.step_module, runtime.drafter, runtime.step_params, runtime.drafter_params, state, limits, stop_tokens=config.stop_tokens)
+        return loop.decode(module, runtime.drafter, params, runtime.drafter_params, state, limits, stop_tokens=config.stop_tokens)
 
     if warm_up:
         state = prefill()

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 COLUMN_BLOCK = 16  # float32 values in one 64-byte cache line
+COLUMN_BLOCK_ROWS = 16  # beyond so many rows the plain layout is faster
 PIECE_COLUMNS = 3072  # widest product whose broadcast input still fits the outer cache
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 

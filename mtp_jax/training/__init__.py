@@ -1,0 +1,1 @@
+"""From prompts to a head: rollouts, features, batches, loss, the training loop."""

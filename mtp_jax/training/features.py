@@ -1,0 +1,180 @@
+"""What the head reads of the backbone, computed once: final hidden states, and K/V of the donor layers.
+
+Training a head needs nothing else of the backbone's forward pass, so computing it once and reading it back makes every
+later epoch, and every other head on the same layers, several times cheaper. Logits are never stored; labels come from
+the hidden states and the frozen unembedding.
+
+On disk: one flat memory-mapped file per array, all sequences end to end, and `manifest.json` (written last) that ties
+them to backbone, tokens, layers and dtype. An interrupted run leaves no manifest and starts again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float
+
+from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.training import data
+
+
+class Features(struct.PyTreeNode):
+    """The backbone's side of one batch, behind stop_gradient."""
+
+    hidden: Float[Array, "B T D"]
+    keys: dict[int, Float[Array, "B K T H"]]  # by backbone layer
+    values: dict[int, Float[Array, "B K T H"]]
+
+
+class FeatureError(ValueError):
+    """A feature folder does not fit the run that wants to use it."""
+
+
+@partial(jax.jit, static_argnames=("backbone", "key_layers", "value_layers"))
+def compute(
+    backbone: backbone_lib.Backbone, backbone_params: Any, tokens: Array, *, key_layers: tuple[int, ...], value_layers: tuple[int, ...]
+) -> Features:
+    """Run the frozen backbone over whole sequences [B, T]; no gradient leads back to it."""
+    frozen = jax.lax.stop_gradient(backbone_params)
+    output = backbone.apply({"params": frozen}, tokens, with_logits=False)
+    assert isinstance(output, backbone_lib.BackboneOutput)
+    features = Features(
+        hidden=output.hidden,
+        keys={layer: output.cache.keys[layer] for layer in key_layers},
+        values={layer: output.cache.values[layer] for layer in value_layers},
+    )
+    return jax.lax.stop_gradient(features)
+
+
+@dataclass(frozen=True)
+class FeatureStore:
+    """Memory-mapped features of a list of sequences."""
+
+    arrays: dict[str, np.ndarray]  # "hidden" [total, D], "keys_L" and "values_L" [total, K * H]
+    offsets: np.ndarray  # [sequences + 1]
+    num_kv_heads: int
+
+    def batch(self, batch: data.Batch, key_layers: tuple[int, ...], value_layers: tuple[int, ...]) -> Features:
+        """Features of a batch in float32, zeros at its padding."""
+        return Features(
+            hidden=self._gather("hidden", batch),
+            keys={layer: self._heads(f"keys_{layer}", batch) for layer in key_layers},
+            values={layer: self._heads(f"values_{layer}", batch) for layer in value_layers},
+        )
+
+    def _heads(self, name: str, batch: data.Batch) -> np.ndarray:
+        flat = self._gather(name, batch)
+        return flat.reshape(*flat.shape[:2], self.num_kv_heads, -1).swapaxes(1, 2)
+
+    def _gather(self, name: str, batch: data.Batch) -> np.ndarray:
+        array = self.arrays[name]
+        rows, width = np.asarray(batch.tokens).shape
+        out = np.zeros((rows, width, array.shape[1]), np.float32)
+        for row, (index, length) in enumerate(zip(np.asarray(batch.index), np.asarray(batch.lengths), strict=True)):
+            start = self.offsets[index]
+            out[row, :length] = array[start : start + length]
+        return out
+
+
+def build(
+    folder: str | Path,
+    backbone: backbone_lib.Backbone,
+    backbone_params: Any,
+    examples: Sequence[data.Example],
+    *,
+    backbone_fingerprint: str,
+    key_layers: tuple[int, ...],
+    value_layers: tuple[int, ...],
+    max_length: int,
+    batch_size: int = 8,
+    dtype: str = "float16",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> FeatureStore:
+    """Compute and store the features of all sequences (cut to max_length); `progress(done, total)` counts sequences."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = backbone.config
+    lengths = np.array([min(len(example.tokens), max_length) for example in examples])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    kv_width = config.num_kv_heads * config.head_dim
+    widths = {"hidden": config.width}
+    widths |= {f"keys_{layer}": kv_width for layer in key_layers} | {f"values_{layer}": kv_width for layer in value_layers}
+    arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (int(offsets[-1]), width)) for name, width in widths.items()}
+    order = np.argsort(lengths, kind="stable")
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        width = -(-int(lengths[chosen].max()) // data.LENGTH_BUCKET) * data.LENGTH_BUCKET
+        tokens = np.zeros((batch_size, width), np.int32)
+        for row, index in enumerate(chosen):
+            tokens[row, : lengths[index]] = examples[index].tokens[: lengths[index]]
+        features = compute(backbone, backbone_params, tokens, key_layers=key_layers, value_layers=value_layers)
+        flat = {"hidden": np.asarray(features.hidden)}
+        flat |= {f"keys_{layer}": _flatten(features.keys[layer]) for layer in key_layers}
+        flat |= {f"values_{layer}": _flatten(features.values[layer]) for layer in value_layers}
+        for name, values in flat.items():
+            if not np.isfinite(values.astype(dtype)).all():
+                raise FeatureError(f"{name}: a value does not fit {dtype}; use float32")
+            for row, index in enumerate(chosen):
+                arrays[name][offsets[index] : offsets[index + 1]] = values[row, : lengths[index]]
+        progress(min(start + batch_size, len(order)), len(order))
+    for array in arrays.values():
+        array.flush()
+    manifest = {
+        "backbone": backbone_fingerprint,
+        "data": data.fingerprint(examples),
+        "key_layers": list(key_layers),
+        "value_layers": list(value_layers),
+        "max_length": max_length,
+        "dtype": dtype,
+        "lengths": lengths.tolist(),
+        "num_kv_heads": config.num_kv_heads,
+    }
+    temporary = folder / "manifest.json.tmp"
+    temporary.write_text(json.dumps(manifest))
+    os.replace(temporary, folder / "manifest.json")
+    return FeatureStore(arrays, offsets, config.num_kv_heads)
+
+
+def _flatten(kv: Array) -> np.ndarray:
+    """[B, K, T, H] -> [B, T, K * H]."""
+    array = np.asarray(kv).swapaxes(1, 2)
+    return array.reshape(*array.shape[:2], -1)
+
+
+def open_store(
+    folder: str | Path,
+    examples: Sequence[data.Example],
+    *,
+    backbone_fingerprint: str,
+    key_layers: tuple[int, ...],
+    value_layers: tuple[int, ...],
+    max_length: int,
+) -> FeatureStore:
+    """Open a folder written by `build`, after checking that it holds what this run needs.
+
+    Raises:
+      FeatureError: no manifest (the run that wrote it did not finish), or another backbone, data, layers or length.
+    """
+    path = Path(folder) / "manifest.json"
+    if not path.exists():
+        raise FeatureError(f"{path}: missing, so the features were never finished; delete the folder and build them again")
+    manifest = json.loads(path.read_text())
+    for name, wanted in {"backbone": backbone_fingerprint, "data": data.fingerprint(examples), "max_length": max_length}.items():
+        if manifest[name] != wanted:
+            raise FeatureError(f"{path}: {name} is {manifest[name]!r}, this run has {wanted!r}")
+    for name, layers in {"key_layers": key_layers, "value_layers": value_layers}.items():
+        if not set(layers) <= set(manifest[name]):
+            raise FeatureError(f"{path}: {name} holds {manifest[name]}, this head reads {list(layers)}")
+    names = ["hidden"] + [f"keys_{layer}" for layer in key_layers] + [f"values_{layer}" for layer in value_layers]
+    arrays = {name: np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in names}
+    return FeatureStore(arrays, np.concatenate([[0], np.cumsum(manifest["lengths"])]), manifest["num_kv_heads"])
