@@ -19,7 +19,7 @@ import numpy as np
 
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
-from mtp_jax.decoding import loop
+from mtp_jax.decoding import loop, sampling
 from mtp_jax.drafters import mtp
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
@@ -181,8 +181,18 @@ def with_text(result: DecodeResult, backbone: LoadedBackbone) -> DecodeResult:
     return dataclasses.replace(result, outputs=outputs)
 
 
-def run(runtime: Runtime, prompts: Sequence[Sequence[int]], config: config_lib.DecodeConfig, *, warm_up: bool = False) -> DecodeResult:
-    """Decode token ids with a prepared runtime. Vanilla when it has no drafter (num_draft is then ignored)."""
+def run(
+    runtime: Runtime,
+    prompts: Sequence[Sequence[int]],
+    config: config_lib.DecodeConfig,
+    *,
+    warm_up: bool = False,
+    row_numbers: Sequence[int] | None = None,
+) -> DecodeResult:
+    """Decode token ids with a prepared runtime. Vanilla when it has no drafter (num_draft is then ignored).
+
+    `row_numbers` (0, 1, .. by default) and config.seed give each row its own random numbers, whatever batch it is in.
+    """
     num_draft = 0
     if runtime.drafter is not None:
         num_draft = config.num_draft
@@ -196,6 +206,8 @@ def run(runtime: Runtime, prompts: Sequence[Sequence[int]], config: config_lib.D
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
     limits = jnp.asarray(lengths + config.max_new_tokens)
+    row_keys = sampling.row_keys(config.seed, list(row_numbers) if row_numbers is not None else list(range(len(prompts))))
+    rules = dataclasses.replace(config, num_draft=num_draft, max_new_tokens=1, seed=0)
 
     def prefill() -> loop.DecodeState:
         return loop.prefill(
@@ -204,17 +216,17 @@ def run(runtime: Runtime, prompts: Sequence[Sequence[int]], config: config_lib.D
             padded,
             lengths,
             limits,
+            row_keys,
             num_slots=num_slots,
-            num_draft=num_draft,
             drafter=runtime.drafter,
-            stop_tokens=config.stop_tokens,
+            config=rules,
         )
 
     few_rows = len(prompts) * (num_draft + 1) <= layers.COLUMN_BLOCK_ROWS
     module, params = (runtime.step_module, runtime.step_params) if few_rows else (runtime.prefill_module, runtime.prefill_params)
 
     def decode(state: loop.DecodeState) -> loop.DecodeState:
-        return loop.decode(module, runtime.drafter, params, runtime.drafter_params, state, limits, stop_tokens=config.stop_tokens)
+        return loop.decode(module, runtime.drafter, params, runtime.drafter_params, state, limits, row_keys, config=rules)
 
     if warm_up:
         state = prefill()

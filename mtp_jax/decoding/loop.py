@@ -22,10 +22,14 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax import config as config_lib
 from mtp_jax import drafters
-from mtp_jax.decoding import verify
+from mtp_jax.decoding import sampling, verify
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import cache as cache_lib
+
+
+Rules = config_lib.DecodeConfig  # max_new_tokens and seed are data, not rules: pass them as 1 and 0 to compile once
 
 
 class DecodeState(struct.PyTreeNode):
@@ -53,18 +57,18 @@ def context_of(state: DecodeState, backbone_params: Any) -> drafters.Context:
     return drafters.Context(tokens=state.tokens, pending=state.pending, hidden=state.hidden, cache=state.cache, backbone_params=backbone_params)
 
 
-@partial(jax.jit, static_argnames=("backbone", "num_slots", "num_draft", "drafter", "stop_tokens"))
+@partial(jax.jit, static_argnames=("backbone", "num_slots", "drafter", "config"))
 def prefill(
     backbone: backbone_lib.Backbone,
     backbone_params: Any,
     prompts: Int[Array, "B T"],
     prompt_lengths: Int[Array, " B"],
     limits: Int[Array, " B"],
+    row_keys: Array,
     *,
     num_slots: int,
-    num_draft: int,
     drafter: drafters.Drafter | None,
-    stop_tokens: tuple[int, ...],
+    config: Rules,
 ) -> DecodeState:
     """Run the prompts through the backbone and choose each row's first token.
 
@@ -73,6 +77,7 @@ def prefill(
       prompts: token ids, each row padded on the right with any token.
       prompt_lengths: 1..T.
       limits: tokens each row may hold in all, prompt included; more than prompt_lengths.
+      row_keys: one random key a row, for sampling.
       num_slots: S; at least every limit + num_draft, which the caller has checked.
     """
     batch, length = prompts.shape
@@ -81,10 +86,10 @@ def prefill(
     hidden = jnp.take_along_axis(output.hidden, (prompt_lengths - 1)[:, None, None], axis=1)  # [B, 1, D]
     logits = backbone.apply({"params": backbone_params}, hidden, method="logits")
     assert isinstance(logits, jax.Array)
-    first = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+    first = sampling.choose(logits, prompt_lengths[:, None], row_keys, config)[:, 0]
     tokens = jnp.zeros((batch, num_slots + 1), jnp.int32).at[:, :length].set(prompts)
     tokens = tokens.at[jnp.arange(batch), prompt_lengths].set(first)
-    stopped = jnp.isin(first, jnp.asarray(stop_tokens, jnp.int32)) if stop_tokens else jnp.zeros((batch,), bool)
+    stopped = jnp.isin(first, jnp.asarray(config.stop_tokens, jnp.int32)) if config.stop_tokens else jnp.zeros((batch,), bool)
     state = DecodeState(
         cache=output.cache.replace(lengths=prompt_lengths),
         hidden=hidden[:, 0],
@@ -93,14 +98,14 @@ def prefill(
         tokens=tokens,
         stopped=stopped,
         steps=jnp.zeros((batch,), jnp.int32),
-        accepted=jnp.zeros((batch, num_draft), jnp.int32),
+        accepted=jnp.zeros((batch, config.num_draft), jnp.int32),
     )
     if drafter is not None:
         state = state.replace(drafter_state=drafter.init(context_of(state, backbone_params)))
     return state
 
 
-@partial(jax.jit, static_argnames=("backbone", "drafter", "stop_tokens"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("backbone", "drafter", "config"), donate_argnames=("state",))
 def decode(
     backbone: backbone_lib.Backbone,
     drafter: drafters.Drafter | None,
@@ -108,8 +113,9 @@ def decode(
     drafter_params: Any,
     state: DecodeState,
     limits: Int[Array, " B"],
+    row_keys: Array,
     *,
-    stop_tokens: tuple[int, ...],
+    config: Rules,
 ) -> DecodeState:
     """Step until every row is done. The state's buffers are donated and updated in place."""
 
@@ -117,7 +123,7 @@ def decode(
         return ~state.done.all()
 
     def one_step(state: DecodeState) -> DecodeState:
-        return step(backbone, drafter, backbone_params, drafter_params, state, limits, stop_tokens=stop_tokens)
+        return step(backbone, drafter, backbone_params, drafter_params, state, limits, row_keys, config=config)
 
     return lax.while_loop(unfinished, one_step, state)
 
@@ -129,11 +135,12 @@ def step(
     drafter_params: Any,
     state: DecodeState,
     limits: Int[Array, " B"],
+    row_keys: Array,
     *,
-    stop_tokens: tuple[int, ...],
+    config: Rules,
 ) -> DecodeState:
     """One draft, verify, commit round. Rows that are done keep all of their state."""
-    num_draft = state.accepted.shape[1]
+    num_draft = config.num_draft
     drafts = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
     drafter_state = state.drafter_state
     if drafter is not None:
@@ -142,11 +149,12 @@ def step(
     block = jnp.concatenate([state.pending[:, None], drafts], axis=1)  # [B, M+1]
     output = backbone.apply({"params": backbone_params}, block, state.cache)
     assert isinstance(output, backbone_lib.BackboneOutput) and output.logits is not None
-    targets = jnp.argmax(output.logits, axis=-1).astype(jnp.int32)  # [B, M+1]
-
-    accepted = verify.greedy(drafts, targets)
     lengths = state.cache.lengths
-    committed, stopped = verify.cut(targets, accepted, limits - (lengths + 1), stop_tokens)
+    places = lengths[:, None] + 1 + jnp.arange(num_draft + 1)  # of the tokens chosen here
+    targets = sampling.choose(output.logits, places, row_keys, config)  # [B, M+1]
+
+    accepted = verify.matching(drafts, targets)
+    committed, stopped = verify.cut(targets, accepted, limits - (lengths + 1), config.stop_tokens)
     committed = jnp.where(state.done, 0, committed)
     kept = jnp.minimum(accepted, committed)  # drafts kept and emitted
 

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-def greedy(drafts: Int[Array, "B M"], targets: Int[Array, "B M+1"]) -> Int[Array, " B"]:
+def matching(drafts: Int[Array, "B M"], targets: Int[Array, "B M+1"]) -> Int[Array, " B"]:
     """Number of leading drafts that equal the backbone's own choice, 0..M per row.
 
-    Row j of `targets` is the backbone's argmax after the pending token and j drafts, so the tokens to commit are
-    targets[:, : accepted + 1]: the kept drafts, then the recovered or bonus token. Stern et al. 2018.
+    Row j of `targets` is the backbone's choice (argmax, or its sample with that position's key) after the pending token
+    and j drafts, so the tokens to commit are targets[:, : accepted + 1]: the kept drafts, then the recovered or bonus
+    token. Stern et al. 2018. Lossless whatever the drafts are, since only the backbone's choices are ever committed.
 
         drafts [7 8 9], targets [7 8 5 3] -> 2: commit 7 8 5
     """

@@ -1,0 +1,119 @@
+"""Acceptance as decoded, from a teacher-forced pass: walk each answer as the decode loop would.
+
+Averaging over all rows counts rows at which no step would ever start. On the backbone's own greedy answers the loop's
+path is known without decoding: start at the first row, jump by the number of tokens committed, repeat. The numbers are
+those of `decoding.loop` up to rounding in the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool
+
+from mtp_jax import config as config_lib
+from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import head as head_lib
+from mtp_jax.training import data
+from mtp_jax.training import features as features_lib
+from mtp_jax.training import loss as loss_lib
+
+if TYPE_CHECKING:
+    from mtp_jax.checkpoints.load import LoadedBackbone
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counts over steps."""
+
+    steps: int
+    tokens: int  # committed by those steps
+    accepted: list[int]  # steps in which draft k was kept
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def unconditional(self) -> list[float]:
+        """accepted[k] / steps."""
+        return [count / self.steps if self.steps else 0.0 for count in self.accepted]
+
+    @property
+    def conditional(self) -> list[float]:
+        """accepted[k] / accepted[k-1]."""
+        before = [self.steps, *self.accepted[:-1]]
+        return [count / base if base else 0.0 for count, base in zip(self.accepted, before, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "accept_unconditional": [round(x, 4) for x in self.unconditional],
+            "accept_conditional": [round(x, 4) for x in self.conditional],
+        }
+
+
+def measure(
+    head: head_lib.Head,
+    head_params: Any,
+    frozen: loss_lib.Frozen,
+    backbone: LoadedBackbone,
+    examples: Sequence[data.Example],
+    config: config_lib.TrainConfig,
+) -> Acceptance:
+    """Acceptance on sequences that are one prompt and one greedy answer each."""
+    module = backbone_lib.Backbone(backbone.config)
+    keys, values = head.config.layers_read, tuple(sorted(set(head.config.donors)))
+    total = Acceptance(0, 0, [0] * config.num_draft)
+    order = np.argsort([len(example.tokens) for example in examples], kind="stable")
+    for start in range(0, len(order), config.batch_size):
+        chosen = order[start : start + config.batch_size]
+        padded = np.concatenate([chosen, np.repeat(chosen[-1:], config.batch_size - len(chosen))])
+        batch = data.make_batch(examples, padded, config, None)
+        features = features_lib.compute(module, backbone.params, batch.tokens, key_layers=keys, value_layers=values)
+        correct = np.asarray(_correct(head, head_params, frozen, features, batch, num_draft=config.num_draft))  # [M, B, R]
+        for place, index in enumerate(chosen):
+            total = _add(total, walk(correct[:, place], batch.rows[place], examples[index].answer[: batch.lengths[place]]))
+    return total
+
+
+@partial(jax.jit, static_argnames=("head", "num_draft"))
+def _correct(
+    head: head_lib.Head, head_params: Any, frozen: loss_lib.Frozen, features: features_lib.Features, batch: data.Batch, *, num_draft: int
+) -> Bool[Array, "M B R"]:
+    return loss_lib.unroll(head, head_params, frozen, features, batch, num_draft).correct
+
+
+def walk(correct: np.ndarray, rows: np.ndarray, answer: np.ndarray) -> Acceptance:
+    """Walk one sequence.
+
+    Args:
+      correct: [M, R], whether draft k from a row equals the text.
+      rows: [R] row numbers.
+      answer: [T], True at the answer's tokens, which end the sequence.
+
+        answer tokens x_4..x_8, M = 2: x_4 is pending in row 3; if both drafts are right, x_5 x_6 x_7 are committed,
+        x_7 is pending in row 6, and the last step can commit x_8 alone
+    """
+    num_draft, length = correct.shape[0], len(answer)
+    place = {int(row): i for i, row in enumerate(rows)}
+    leading = np.cumprod(correct.astype(int), axis=0).sum(axis=0)  # [R]
+    pending = int(np.flatnonzero(answer)[0])
+    steps, tokens, accepted = 0, 0, np.zeros(num_draft, int)
+    while pending < length - 1:
+        # A row with one token left to write has no draft target, and so no entry: nothing of its draft is kept.
+        drafts = int(leading[place[pending - 1]]) if pending - 1 in place else 0
+        committed = min(drafts + 1, length - 1 - pending)
+        accepted[: min(drafts, committed)] += 1
+        steps, tokens, pending = steps + 1, tokens + committed, pending + committed
+    return Acceptance(steps, tokens, accepted.tolist())
+
+
+def _add(a: Acceptance, b: Acceptance) -> Acceptance:
+    return Acceptance(a.steps + b.steps, a.tokens + b.tokens, [x + y for x, y in zip(a.accepted, b.accepted, strict=True)])

@@ -1,0 +1,178 @@
+"""Transformers' folders: config rules, shards, tensors."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_files
+from safetensors.numpy import save_file
+
+from mtp_jax.checkpoints import errors, hf
+
+
+def test_config_is_read_back(tmp_path):
+    assert hf.read_config(tiny_files.write_hf(tmp_path)) == tiny_files.CONFIG
+
+
+def test_defaults_of_absent_fields(tmp_path):
+    tiny_files.write_hf(tmp_path)
+    values = tiny_files.hf_config(hidden_size=24)
+    for name in ("num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings", "rms_norm_eps", "hidden_act"):
+        del values[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = hf.read_config(tmp_path)
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.tied_embeddings, config.norm_eps) == (6, 4, 10_000.0, False, 1e-6)
+
+
+def test_rope_parameters_of_newer_transformers(tmp_path):
+    tiny_files.write_hf(tmp_path, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 777.0})
+    assert hf.read_config(tmp_path).rope_theta == 777.0
+
+
+def test_mistral_without_window_is_a_llama(tmp_path):
+    assert hf.read_config(tiny_files.write_hf(tmp_path, model_type="mistral", sliding_window=None)) == tiny_files.CONFIG
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"model_type": "qwen3"}, "model_type='qwen3'"),
+        ({"model_type": "mistral"}, "'sliding_window' is absent"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*linear"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling=.*factor"),
+        ({"rope_scaling": "llama3"}, "rope_scaling='llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters=.*llama3"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_field(tmp_path, changes, named):
+    with pytest.raises(errors.UnsupportedModel, match=f"config.json: .*{named}"):
+        hf.read_config(tiny_files.write_hf(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("changes, named", [({"num_attention_heads": 5}, "num_heads=5"), ({"hidden_size": "8"}, ""), ({"num_attention_heads": 0}, "")])
+def test_impossible_value_names_the_file(tmp_path, changes, named):
+    with pytest.raises(errors.CheckpointError, match=f"config.json: .*{named}"):
+        hf.read_config(tiny_files.write_hf(tmp_path, **changes))
+
+
+def test_missing_field_and_broken_json(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(errors.CheckpointError, match="field 'vocab_size' is missing"):
+        hf.read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(errors.DamagedFile, match="config.json: not JSON"):
+        hf.read_config(tmp_path)
+
+
+def _params(folder, **changes):
+    return hf.read_params(folder, hf.read_config(folder, **changes))
+
+
+def test_tensor_errors_name_the_tensor(tmp_path):
+    good = tiny_files.hf_tensors()
+    name = "model.layers.1.mlp.up_proj.weight"
+    cases = [
+        (errors.MissingTensor, {k: v for k, v in good.items() if k != name}, name),
+        (errors.UnexpectedTensor, good | {"model.layers.0.self_attn.q_proj.bias": np.zeros(24, np.float32)}, "q_proj.bias"),
+        (errors.MisshapenTensor, good | {name: np.zeros((8, 10), np.float32)}, r"\[8, 10\]; the configuration implies \[10, 8\]"),
+        (errors.UnsupportedModel, good | {name: np.zeros((10, 8), np.int8)}, "has type I8"),
+    ]
+    for kind, tensors, message in cases:
+        with pytest.raises(kind, match=message):
+            _params(tiny_files.write_hf(tmp_path, tensors))
+
+
+def test_inv_freq_is_ignored(tmp_path):
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)}
+    assert set(_params(tiny_files.write_hf(tmp_path, tiny_files.hf_tensors() | extra))) == {"embed", "layers_0", "layers_1", "final_norm"}
+
+
+def test_tied_lm_head_must_equal_the_embedding(tmp_path):
+    good = tiny_files.hf_tensors()
+    embedding = good["model.embed_tokens.weight"]
+    assert "unembed" not in _params(tiny_files.write_hf(tmp_path, good | {"lm_head.weight": embedding.copy()}))
+    with pytest.raises(errors.UnexpectedTensor, match="tie_word_embeddings is true but 'lm_head.weight' differs"):
+        _params(tiny_files.write_hf(tmp_path, good | {"lm_head.weight": embedding + 1}))
+
+
+def test_tied_lm_head_without_embedding_is_a_missing_tensor(tmp_path):
+    tensors = tiny_files.hf_tensors()
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    with pytest.raises(errors.MissingTensor, match="'model.embed_tokens.weight'"):
+        _params(tiny_files.write_hf(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("stored, dtype", [(jnp.bfloat16, "float32"), (np.float16, "bfloat16"), (np.float64, "float32")])
+def test_stored_dtype_is_cast(tmp_path, stored, dtype):
+    tensors = {name: value.astype(stored) for name, value in tiny_files.hf_tensors().items()}
+    params = _params(tiny_files.write_hf(tmp_path, tensors), dtype=dtype)
+    kernel, expected = params["layers_0"]["mlp"]["down"]["kernel"], tensors["model.layers.0.mlp.down_proj.weight"].T.astype(jnp.dtype(dtype))
+    assert kernel.dtype == dtype and params["final_norm"]["scale"].dtype == "float32"
+    np.testing.assert_array_equal(np.asarray(kernel), expected)
+
+
+def _write_shards(folder, tensors):
+    """Two shards and their index; returns the index."""
+    tiny_files.write_hf(folder, tensors)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def test_shards_give_the_same_tree(tmp_path):
+    tensors = tiny_files.hf_tensors()
+    _write_shards(tmp_path / "sharded", tensors)
+    whole = _params(tiny_files.write_hf(tmp_path / "whole", tensors))
+    np.testing.assert_array_equal(_params(tmp_path / "sharded")["layers_1"]["attn"]["o"]["kernel"], whole["layers_1"]["attn"]["o"]["kernel"])
+
+
+def test_missing_shard_and_half_a_shard_are_named(tmp_path):
+    _write_shards(tmp_path, tiny_files.hf_tensors())
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    data = shard.read_bytes()
+    for part in (data[: len(data) // 2], data[:5], b""):
+        shard.write_bytes(part)
+        with pytest.raises(errors.DamagedFile, match="model-00002-of-00002.safetensors: not a whole"):
+            _params(tmp_path)
+    shard.unlink()
+    with pytest.raises(errors.DamagedFile, match="model-00002-of-00002.safetensors: no such file"):
+        _params(tmp_path)
+
+
+def test_index_that_lies_is_damaged(tmp_path):
+    weight_map = _write_shards(tmp_path, tiny_files.hf_tensors())
+    index = tmp_path / "model.safetensors.index.json"
+    name = "model.norm.weight"
+    other = next(shard for shard in weight_map.values() if shard != weight_map[name])
+    for wrong, message in ((other, "isn't in it"), ("../x.safetensors", "same folder")):
+        index.write_text(json.dumps({"weight_map": weight_map | {name: wrong}}))
+        with pytest.raises(errors.DamagedFile, match=message):
+            _params(tmp_path)
+
+
+def test_doubled_tensor(tmp_path):
+    tensors = tiny_files.hf_tensors()
+    weight_map = _write_shards(tmp_path, tensors)
+    name = "model.norm.weight"
+    other = next(shard for shard in weight_map.values() if shard != weight_map[name])
+    save_file({key: tensors[key] for key in tensors if weight_map[key] == other} | {name: tensors[name]}, tmp_path / other)
+    with pytest.raises(errors.UnexpectedTensor, match="'model.norm.weight' is there twice"):
+        _params(tmp_path)
+
+
+def test_folder_without_safetensors(tmp_path):
+    tiny_files.write_hf(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(errors.CheckpointError, match="holds neither model.safetensors nor"):
+        _params(tmp_path)
