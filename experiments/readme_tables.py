@@ -1,0 +1,75 @@
+"""Rewrite the tables of README.md from the files in experiments/results.
+
+    python experiments/readme_tables.py          rewrite
+    python experiments/readme_tables.py --check  exit 1 if README.md is not what the results say
+
+Each table stands between `<!-- table:NAME -->` and `<!-- /table -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "experiments" / "results"
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def acceptance() -> str:
+    result = load("evaluate_m4.json")
+    rows = []
+    for name, values in [*sorted(result["tasks"].items()), ("all", result["overall"])]:
+        accepted = " ".join(f"{share:.2f}" for share in values["accept_unconditional"])
+        rows.append([name, str(values["prompts"]), f"{values['tokens_per_step']:.2f}", accepted, f"{values['identical']} / {values['prompts']}"])
+    return table(["task", "prompts", "tokens per step", "accepted at 1..4", "identical to vanilla"], rows)
+
+
+def speed() -> str:
+    rows = []
+    for path in sorted(RESULTS.glob("evaluate_m*.json")):
+        result = json.loads(path.read_text())
+        values = result["overall"]
+        rows.append([str(result["num_draft"]), str(values["prompts"]), f"{values['tokens_per_step']:.2f}", f"{values['speedup']:.2f}x"])
+    return table(["num_draft", "prompts", "tokens per step", "wall clock against vanilla"], rows)
+
+
+def step_cost() -> str:
+    result = load("step_cost.json")["ratio_to_plain_one_row"]
+    rows = list(result["plain"])
+    body = [[layout.replace("_", " "), *(f"{result[layout][count]:.2f}" for count in rows)] for layout in ("plain", "column_blocks")]
+    return table(["rows in the pass", *rows], body)
+
+
+TABLES = {"acceptance": acceptance, "speed": speed, "step_cost": step_cost}
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = old
+    for name, make in TABLES.items():
+        pattern = re.compile(rf"(<!-- table:{name} -->\n).*?(<!-- /table -->)", re.DOTALL)
+        if not pattern.search(new):
+            print(f"README.md: no place for table {name}", file=sys.stderr)
+            return 1
+        content = make()
+        new = pattern.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", new)
+    if "--check" in sys.argv[1:]:
+        return 0 if new == old else 1
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""`mtp-jax evaluate`: acceptance, identical output and speed, per task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from mtp_jax import config as config_lib
+from mtp_jax import files
+from mtp_jax import prompts as prompts_lib
+from mtp_jax.commands import shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(shared.HeadFlags):
+    """Measure a head: tokens per step, acceptance per position, identical outputs, and tokens/s against the backbone alone.
+
+    Each prompt is decoded with and without the head in this process; compilation is not timed."""
+
+    prompts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")]
+    """JSON-lines files of prompts: one object a line, with a text "prompt" and perhaps a "task" to count it under."""
+    limit: Annotated[int | None, shared.Unset] = None
+    """Take only so many prompts of each file. Default: all."""
+    max_new_tokens: int = 96
+    """Longest answer, in tokens."""
+    num_draft: int = 4
+    """Tokens the head drafts per step."""
+    batch_size: int = 1
+    """Prompts of one task decoded together."""
+    temperature: float = 0.0
+    """0 takes the most probable token always; higher samples more freely."""
+    top_k: int = 0
+    """Sample among the k most probable tokens; 0 is no limit."""
+    top_p: float = 1.0
+    """Sample among the most probable tokens that together reach this probability; 1 is no limit."""
+    seed: int = 0
+    """Of the random numbers, when sampling."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the JSON document to this file."""
+
+    def run(self) -> dict[str, Any]:
+        """Returns the JSON document of `evaluation.acceptance.evaluate`."""
+        shared.check_positive(batch_size=self.batch_size, limit=1 if self.limit is None else self.limit)
+        if not self.prompts:
+            raise shared.UsageError("--prompts: give at least one file")
+        config = config_lib.DecodeConfig(
+            max_new_tokens=self.max_new_tokens,
+            num_draft=self.num_draft,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+        )
+        prompts = prompts_lib.read(self.prompts, limit=self.limit)
+        backbone, head = shared.load_both(self.backbone, self.head)
+        from mtp_jax.evaluation import acceptance
+
+        shared.say(f"evaluating {len(prompts)} prompts, with and without the head; each new prompt length compiles first")
+        with shared.progress("evaluate") as report:
+            result = acceptance.evaluate(backbone, head, prompts, config, batch_size=self.batch_size, progress=lambda done, total: report(done, total, ""))
+        if self.out is not None:
+            files.write_json(self.out, result)
+        show(result)
+        return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table, and what does not fit in it."""
+    from rich.table import Table
+
+    table = Table("task", box=None)
+    for name in ("prompts", "tokens/step", "identical", "vanilla tokens/s", "tokens/s", "speedup"):
+        table.add_column(name, justify="right")
+    overall = result["overall"]
+    for name, numbers in [*result["tasks"].items(), ("overall", overall)]:
+        table.add_row(
+            name,
+            str(numbers["prompts"]),
+            f"{numbers['tokens_per_step']:.2f}",
+            f"{numbers['identical']}/{numbers['prompts']}",
+            f"{numbers['vanilla_tokens_per_second']:.1f}",
+            f"{numbers['tokens_per_second']:.1f}",
+            f"{numbers['speedup']:.2f}x",
+            style="bold" if name == "overall" else None,
+        )
+    shared.console.print(table)
+    for name, meaning in (("accept_unconditional", "of all steps"), ("accept_conditional", "given the draft before was kept")):
+        shared.say(f"drafts kept, {meaning}: {' '.join(f'{rate:.2f}' for rate in overall[name])}")
+    size = result["drafter_bytes"]
+    shared.say(f"the head adds {size['parameters']:,} bytes of parameters and {size['state']:,} bytes of state")
+    for item in result.get("differences", []):
+        shared.say(f"prompt {item['prompt']}: differs from vanilla at generated token {item['position']}")

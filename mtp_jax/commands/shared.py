@@ -1,0 +1,164 @@
+"""What the commands share: flags, loading, progress on stderr. JAX is imported inside functions, so that --help is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tyro
+from rich.console import Console
+
+from mtp_jax import config as config_lib
+from mtp_jax.checkpoints import errors
+
+if TYPE_CHECKING:
+    from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
+
+console = Console(stderr=True)
+QUIET_SECONDS = 10.0  # between two progress lines when stderr is not a terminal
+
+Switch = tyro.conf.FlagCreatePairsOff[bool]  # --x without a --no-x
+Unset = tyro.conf.arg(metavar="INT", help_behavior_hint="")  # None, with a default that the help text explains
+Report = Callable[[int, int, str], None]  # (done, total, note)
+
+
+class UsageError(ValueError):
+    """The command line asks for something impossible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneFlags:
+    """Flags of every command."""
+
+    backbone: str = "smollm2-135m-instruct"
+    """The frozen language model: a catalog name (smollm2-135m-instruct; fetched once and cached), a folder with config.json, model.safetensors
+    and tokenizer.json, or a .gguf file."""
+    json: Switch = False
+    """Print the result as one JSON document, the last line on stdout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFlags(BackboneFlags):
+    """Flags of every command that decodes with a head."""
+
+    head: str = "auto"
+    """The head that drafts: a folder (a head, or a training run), the name of a shipped head, or none for one token a step.
+    auto is the head that comes with the package for this backbone."""
+
+
+def say(text: str) -> None:
+    """One line for people, on stderr."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def head_name(backbone: str, head: str) -> str | None:
+    """What --head means for this backbone: a folder or shipped name, or None for vanilla decoding.
+
+    Raises:
+      UsageError: auto, for a backbone without a shipped head.
+    """
+    from mtp_jax.checkpoints import catalog
+
+    if head == "none":
+        return None
+    if head != "auto":
+        return head
+    if backbone not in catalog.CATALOG:
+        raise UsageError(f"--head: no head comes with the package for backbone {backbone!r}; pass --head FOLDER, or --head none")
+    return f"{backbone}-mtp"
+
+
+def load_backbone(name: str) -> LoadedBackbone:
+    """Load with a line on stderr, and JAX set up for the command line.
+
+    Raises:
+      UnknownName: neither in the catalog nor a path.
+      CheckpointError: its files can't be used.
+    """
+    say(f"loading {name} ...")
+    from mtp_jax.checkpoints import load
+
+    use_compilation_cache()
+    start = time.perf_counter()
+    try:
+        backbone = load.load_backbone(name)
+    except config_lib.ConfigError as error:  # the file's fault here, not the command line's
+        raise errors.CheckpointError(f"backbone {name!r}: {error}") from None
+    say(f"loaded in {time.perf_counter() - start:.1f} s")
+    return backbone
+
+
+def load_both(backbone: str, head: str) -> tuple[LoadedBackbone, LoadedHead | None]:
+    """Backbone, and head unless it is "none".
+
+    Raises:
+      UsageError, UnknownName: no such backbone or head.
+      CheckpointError: files that can't be used, or a head made for another backbone.
+    """
+    chosen = head_name(backbone, head)
+    loaded = load_backbone(backbone)
+    if chosen is None:
+        return loaded, None
+    from mtp_jax.checkpoints import load
+
+    try:
+        return loaded, load.load_head(chosen, loaded)
+    except config_lib.ConfigError as error:
+        raise errors.CheckpointError(f"head {chosen!r} does not fit backbone {loaded.name!r}: {error}") from None
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs beside the cached weights, so that the second start need not compile; the user's own setting wins."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        import jax
+
+        from mtp_jax.checkpoints import catalog
+
+        jax.config.update("jax_compilation_cache_dir", str(catalog._cache_folder(None) / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # many small programs make up a start
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[Report]:
+    """A bar with the time that remains on a terminal; elsewhere a line every few seconds."""
+    with contextlib.ExitStack() as stack:
+        yield _bar(label, stack) if console.is_terminal else _lines(label)
+
+
+def _bar(label: str, stack: contextlib.ExitStack) -> Report:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn()]
+    bar = stack.enter_context(Progress(*columns, TextColumn("{task.fields[note]}", markup=False), console=console))
+    task = bar.add_task(label, total=None, note="")
+
+    def report(done: int, total: int, note: str = "") -> None:
+        bar.update(task, completed=done, total=total, note=note)
+
+    return report
+
+
+def _lines(label: str) -> Report:
+    start = last = time.perf_counter()
+
+    def report(done: int, total: int, note: str = "") -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if done < total and now - last < QUIET_SECONDS:
+            return
+        last = now
+        left = f"{(now - start) / done * (total - done):.0f} s left" if 0 < done < total else f"{now - start:.0f} s"
+        say(f"{label} {done}/{total}, {left}{', ' + note if note else ''}")
+
+    return report
+
+
+def check_positive(**values: int) -> None:
+    """Raise UsageError unless every named flag is at least 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")

@@ -1,0 +1,143 @@
+"""Small stand-ins for the tests: random backbones and heads that fit in no time, scripted drafters, a tokenizer of characters."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtp_jax import config as config_lib
+from mtp_jax.checkpoints import load
+from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import head as head_lib
+
+# No two axes have one size, heads are grouped, head_dim is not width / heads, and texts of the tests are longer than the window.
+BACKBONE = config_lib.BackboneConfig(
+    vocab_size=64,
+    width=32,
+    mlp_width=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    rope_theta=100.0,
+    tied_embeddings=False,
+    layer_types=("full", "sliding", "full", "sliding"),
+    sliding_window=5,
+    max_positions=256,
+)
+TIED = dataclasses.replace(BACKBONE, tied_embeddings=True)
+# One layer on a full donor, one on a sliding one, two pointers; narrower than the backbone; most tokens are outside the draft vocabulary.
+HEAD = config_lib.head_config_for(BACKBONE, donors=(2, 3), width=16, mlp_width=24, draft_vocab_size=24, pointer_donors=(2,), pointer_heads=2)
+
+
+class Tokenizer:
+    """Characters as tokens: 'a' is 1, 'b' is 2, ...; no chat template."""
+
+    has_chat_template = False
+    vocab_size = BACKBONE.vocab_size
+
+    def __init__(self, stop_tokens: tuple[int, ...] = ()):
+        self.stop_tokens = stop_tokens
+
+    def encode(self, text: str) -> list[int]:
+        return [(ord(letter) - ord("a") + 1) % self.vocab_size for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def random_like(tree: Any, seed: int, gain: float = 1.0) -> Any:
+    """Random values of the same shapes: matrices normal / sqrt(fan in) * gain, vectors near what they were."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf: jax.Array) -> jax.Array:
+        noise = rng.normal(size=leaf.shape)
+        return jnp.asarray(noise * gain / np.sqrt(leaf.shape[0]) if leaf.ndim == 2 else np.asarray(leaf) + 0.2 * noise, leaf.dtype)
+
+    return jax.tree.map(draw, tree)
+
+
+def backbone(config: config_lib.BackboneConfig = BACKBONE, *, seed: int = 0, stop_tokens: tuple[int, ...] = ()) -> load.LoadedBackbone:
+    """A random backbone whose greedy text is not one token for ever."""
+    shapes = jax.eval_shape(backbone_lib.Backbone(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = random_like(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes), seed, gain=2.0)
+    params["embed"]["embedding"] = params["embed"]["embedding"] * (np.sqrt(config.vocab_size) / 4)
+    return load.LoadedBackbone("tiny", config, params, Tokenizer(stop_tokens), load.fingerprint(config, params))  # type: ignore[arg-type]
+
+
+def head(loaded: load.LoadedBackbone, config: config_lib.HeadConfig = HEAD, *, seed: int = 1) -> load.LoadedHead:
+    """A random head: nothing in it is zero, and the gate is near one half, so that the pointer matters."""
+    params = random_like(head_lib.init_params(config, loaded.config, jax.random.key(0)), seed, gain=1.5)
+    if config.pointer:
+        params["gate_bias"] = jnp.linspace(-0.3, 0.4, config.pointer_heads)
+    ids = np.sort(np.random.default_rng(seed).permutation(config.backbone_vocab_size)[: config.draft_vocab_size])
+    return load.LoadedHead("random", config, params, ids.astype(np.int32), loaded.fingerprint)
+
+
+def prompts(*lengths: int, seed: int = 5, vocab_size: int = BACKBONE.vocab_size) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, vocab_size, length).tolist() for length in lengths]
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Drafts from a script: `params` [B, S+1] holds the text each row is going to have, and `wrong_at` spoils draft j (1..M) of every step.
+
+    0 spoils none. Drafts at different positions and rows are different tokens, so no accident of argmax can help.
+    """
+
+    wrong_at: int = 0
+    vocab_size: int = BACKBONE.vocab_size
+
+    def init(self, context: Any) -> tuple[()]:
+        return ()
+
+    def draft(self, params: Any, state: tuple[()], context: Any, num_draft: int) -> tuple[jax.Array, tuple[()]]:
+        places = context.cache.lengths[:, None] + 1 + jnp.arange(num_draft)
+        right = jnp.take_along_axis(params, jnp.minimum(places, params.shape[1] - 1), axis=1)
+        spoiled = jnp.arange(1, num_draft + 1) == self.wrong_at
+        return jnp.where(spoiled, (right + 1) % self.vocab_size, right), state
+
+    def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
+        return state
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Every draft of every step is wrong, by the script."""
+
+    vocab_size: int = BACKBONE.vocab_size
+
+    def init(self, context: Any) -> tuple[()]:
+        return ()
+
+    def draft(self, params: Any, state: tuple[()], context: Any, num_draft: int) -> tuple[jax.Array, tuple[()]]:
+        right, _ = Scripted().draft(params, (), context, num_draft)
+        return (right + 1 + jnp.arange(num_draft)) % self.vocab_size, state
+
+    def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
+        return state
+
+
+@dataclass(frozen=True)
+class Random:
+    """Drafts that depend on position and row; its state counts steps and kept drafts, row by row."""
+
+    few: int = BACKBONE.vocab_size  # number of tokens to choose from
+
+    def init(self, context: Any) -> dict[str, jax.Array]:
+        zeros = jnp.zeros_like(context.pending)
+        return {"steps": zeros, "kept": zeros}
+
+    def draft(self, params: Any, state: Any, context: Any, num_draft: int) -> tuple[jax.Array, Any]:
+        places = context.cache.lengths[:, None] + jnp.arange(num_draft)
+        return ((places * 7919 + context.pending[:, None] * 104729) // 13) % self.few, {**state, "steps": state["steps"] + 1}
+
+    def commit(self, state: Any, accepted: jax.Array, context: Any) -> Any:
+        return {**state, "kept": state["kept"] + accepted}
