@@ -40,7 +40,7 @@ def speed() -> str:
     for path in sorted(RESULTS.glob("evaluate_m*.json")):
         result = json.loads(path.read_text())
         values = result["overall"]
-        rows.append([str(result["num_draft"]), str(values["prompts"]), f"{values['tokens_per_step']:.2f}", f"{values['speedup']:.2f}x"])
+        rows.append([str(result["settings"]["num_draft"]), str(values["prompts"]), f"{values['tokens_per_step']:.2f}", f"{values['speedup']:.2f}x"])
     return table(["num_draft", "prompts", "tokens per step", "wall clock against vanilla"], rows)
 
 

@@ -106,11 +106,16 @@ def _show_warning(message: Warning | str, category: type[Warning], filename: str
 
 
 def _unboxed(text: str) -> str:
-    """tyro's framed message as one line: without the frame, and without the title, which says less than what follows."""
-    lines = [line.strip("│╭╰╮╯─ ") for line in text.splitlines()[1:]]
-    message, _, advice = " ".join(line for line in lines if line).partition(" For full helptext, ")
-    message = message.partition(" Argument helptext: ")[0].rstrip(".")
-    return f"{message}; {advice.replace('run:', 'run').replace('run', 'see', 1)}" if message else "wrong usage"
+    """tyro's framed message as one line: its first block (after the title), and where help is."""
+    blocks: list[list[str]] = [[]]
+    for line in (line.strip("│╭╰╮╯| ") for line in text.splitlines()[1:]):
+        if line.strip("─-+"):
+            blocks[-1].append(line)
+        else:
+            blocks.append([])
+    message = next((" ".join(block) for block in blocks if block), "wrong usage").partition(" Argument helptext: ")[0].rstrip(".")
+    _, found, command = " ".join(sum(blocks, [])).partition("For full helptext, ")
+    return f"{message}; see {command.removeprefix('run').removeprefix('see').lstrip(': ')}" if found else message
 
 
 if __name__ == "__main__":

@@ -176,21 +176,21 @@ class DecodeConfig:
 class TrainConfig:
     """One training run of a head. Times are in optimizer steps, lengths in tokens."""
 
-    steps: int = 1000
-    batch_size: int = 8  # sequences per step
+    steps: int = 1000  # optimizer steps of the whole run
+    batch_size: int = 16  # sequences per step
     max_length: int = 320  # tokens per sequence; longer ones are cut at the end
     num_draft: int = 4  # M: draft steps unrolled, as deployed
     step_decay: float = 0.8  # weight of draft step k is step_decay ** (k - 1), normalised
     rows: Literal["all", "answer"] = "all"  # which rows carry loss; soft labels exist on prompts too
-    rows_per_sequence: int = 96  # rows drawn from each sequence and step; 0 takes all
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 1e-3
-    warmup_fraction: float = 0.04
-    final_fraction: float = 0.1  # learning rate at the end, as a fraction of learning_rate
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    seed: int = 0
-    checkpoint_every: int = 200
+    rows_per_sequence: int = 64  # rows drawn from each sequence and step; 0 takes all
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon needs a higher learning rate (5e-3) and fewer steps
+    learning_rate: float = 1e-3  # the highest, after warm-up
+    warmup_fraction: float = 0.04  # share of the steps over which the learning rate rises from 0
+    final_fraction: float = 0.1  # learning rate at the end of the cosine, as a fraction of learning_rate
+    weight_decay: float = 0.01  # of matrices only
+    clip_norm: float = 1.0  # gradients are scaled down to this global norm
+    seed: int = 0  # of initialisation and data order
+    checkpoint_every: int = 200  # steps between checkpoints
 
     def __post_init__(self) -> None:
         _require_positive(self, "steps", "batch_size", "max_length", "num_draft", "checkpoint_every")

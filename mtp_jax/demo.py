@@ -51,7 +51,8 @@ My brother have took many photos, but most of them is to dark.""",
         """Proofread the following text and correct all spelling and grammar mistakes. Reply with the corrected text only.
 
 Thank you for you're message about the broken lamp. We are sory that it arrive damaged and we will sends a new one untill Friday.
-You doesn't need to return the old lamp, but please send us a foto of it so that we can told the shipping company what have happened. If you has more questions, just writes us or calls us any time between nine and five a clock.""",
+You doesn't need to return the old lamp, but please send us a foto of it so that we can told the shipping company what have happened.
+If you has more questions, just writes us or calls us any time between nine and five a clock.""",
     ),
     (
         "suggest a reply",

@@ -72,7 +72,8 @@ def backbone(config: config_lib.BackboneConfig = BACKBONE, *, seed: int = 0, sto
 
 def head(loaded: load.LoadedBackbone, config: config_lib.HeadConfig = HEAD, *, seed: int = 1) -> load.LoadedHead:
     """A random head: nothing in it is zero, and the gate is near one half, so that the pointer matters."""
-    params = random_like(head_lib.init_params(config, loaded.config, jax.random.key(0)), seed, gain=1.5)
+    shapes = jax.eval_shape(lambda: head_lib.init_params(config, loaded.config, jax.random.key(0)))
+    params = random_like(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes), seed, gain=1.5)
     if config.pointer:
         params["gate_bias"] = jnp.linspace(-0.3, 0.4, config.pointer_heads)
     ids = np.sort(np.random.default_rng(seed).permutation(config.backbone_vocab_size)[: config.draft_vocab_size])

@@ -47,6 +47,12 @@ def write(slots: Float[Array, "B K S H"], new: Float[Array, "B K T H"], start: I
     """
 
     def one_row(row: Array, update: Array, begin: Array) -> Array:
+        if update.shape[1] == 1 and row.shape[1] > 1:
+            # XLA's CPU backend duplicates a write of one slot and copies the whole cache for it, four times a step;
+            # writing two slots, of which one keeps its content, is done in place.
+            begin, slot = jnp.minimum(begin, row.shape[1] - 2), begin
+            pair = lax.dynamic_slice_in_dim(row, begin, 2, axis=1)
+            update = jnp.where((begin + jnp.arange(2) == slot)[:, None], update, pair)
         return lax.dynamic_update_slice(row, update, (0, begin, 0))
 
     return jax.vmap(one_row)(slots, new.astype(slots.dtype), start)

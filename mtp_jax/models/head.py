@@ -106,7 +106,8 @@ class Head(nn.Module):
         for donor in cfg.pointer_donors:
             q = self._dense(heads * bb.head_dim, f"pointer_{donor}_q")(n).reshape(*n.shape[:2], heads, bb.head_dim)
             q = layers.rotate(q, position, bb.rope_theta).reshape(*n.shape[:2], cfg.pointer_heads, bb.num_kv_heads, bb.head_dim)
-            scores += jnp.einsum("BTPKH,BKSH->BPTS", q, keys[donor]).astype(jnp.float32) * bb.head_dim**-0.5 / bb.num_kv_heads
+            per_head = jnp.einsum("BTPKH,BKSH->BKPTS", q, keys[donor]).astype(jnp.float32)  # summing over K here as well would copy the keys
+            scores += per_head.mean(axis=1) * bb.head_dim**-0.5
             seen = layers.visible(last_slot, keys[donor].shape[2], last_slot + 1, bb.window(donor))
             mask = seen if mask is None else mask & seen
         assert mask is not None
@@ -209,4 +210,4 @@ def init_params(config: config_lib.HeadConfig, backbone: config_lib.BackboneConf
     kv = {donor: jnp.zeros((1, backbone.num_kv_heads, 1, backbone.head_dim), backbone.dtype) for donor in config.layers_read}
     row = jnp.zeros((1, 1, backbone.width), backbone.dtype)
     unembedding = jnp.zeros((backbone.width, config.draft_vocab_size), backbone.dtype)
-    return Head(config, backbone).init(key, row, row, kv, kv, jnp.zeros((1, 1), jnp.int32), unembedding)["params"]
+    return jax.jit(Head(config, backbone).init)(key, row, row, kv, kv, jnp.zeros((1, 1), jnp.int32), unembedding)["params"]

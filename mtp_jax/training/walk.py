@@ -47,8 +47,8 @@ class Acceptance:
     @property
     def conditional(self) -> list[float]:
         """accepted[k] / accepted[k-1]."""
-        before = [self.steps, *self.accepted[:-1]]
-        return [count / base if base else 0.0 for count, base in zip(self.accepted, before, strict=True)]
+        before = [self.steps, *self.accepted]
+        return [count / base if base else 0.0 for count, base in zip(self.accepted, before, strict=False)]
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -69,9 +69,8 @@ def scripted(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def pair():
-    backbone = fakes.backbone()
-    return backbone, fakes.head(backbone)
+def pair(backbone, head):
+    return backbone, head
 
 
 def test_order_alternates_and_each_shape_warms_up_once(pair, scripted):
@@ -82,10 +81,10 @@ def test_order_alternates_and_each_shape_warms_up_once(pair, scripted):
         ("head", True, [4]),
         ("head", False, [0]),
         ("vanilla", False, [0]),
-        ("vanilla", False, [1]),
-        ("head", False, [1]),
-        ("head", False, [3]),
         ("vanilla", False, [3]),
+        ("head", False, [3]),
+        ("head", False, [1]),
+        ("vanilla", False, [1]),
         ("vanilla", True, [2]),  # 90 tokens: the next prompt width
         ("head", True, [2]),
     ]
@@ -98,7 +97,7 @@ def test_order_alternates_and_each_shape_warms_up_once(pair, scripted):
 
 def test_batches_are_of_one_task_and_padding_does_not_count(pair, scripted):
     result = acceptance.evaluate(*pair, PROMPTS, CONFIG, batch_size=2)
-    assert [rows for name, _, rows in scripted if name == "head"] == [[4, 1], [0, 3], [2, 2]]
+    assert [rows for name, _, rows in scripted if name == "head"] == [[0, 3], [4, 1], [2, 2]]
     assert result["overall"]["prompts"] == 5 and result["overall"]["tokens"] == 15
     assert result["tasks"]["a"]["tokens_per_second"] == 9.0  # three prompts in two calls of 0.5 s
     assert result["drafter_bytes"]["state"] == 2

@@ -1,0 +1,241 @@
+"""A training run: it learns, touches only the head, resumes bit for bit, refuses what does not belong to it, and stops at a NaN."""
+
+import dataclasses
+import json
+
+import fakes
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from mtp_jax.checkpoints.load import load_head
+from mtp_jax.config import TrainConfig
+from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import head as head_lib
+from mtp_jax.training import data, features, fit, step
+
+SHORT = TrainConfig(steps=6, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=8, learning_rate=1e-2, checkpoint_every=2)
+KEYS, VALUES = fakes.HEAD.layers_read, tuple(sorted(set(fakes.HEAD.donors)))
+
+
+def lines(out):
+    """metrics.jsonl without the times."""
+    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+@pytest.fixture(scope="module")
+def in_one_go(backbone, answers, tmp_path_factory):
+    out = tmp_path_factory.mktemp("fit") / "whole"
+    return out, fit.fit(backbone, answers, fakes.HEAD, SHORT, out)
+
+
+def test_loss_goes_down_and_acceptance_up(trained, training):
+    found = lines(trained[0])
+    assert [line["step"] for line in found] == list(range(1, training.steps + 1))
+    assert np.mean([line["loss"] for line in found[-6:]]) < 0.7 * np.mean([line["loss"] for line in found[:6]])
+    assert np.mean([line["accept"][0] for line in found[-6:]]) > np.mean([line["accept"][0] for line in found[:6]]) + 0.2
+    assert found[-1]["held_out"]["steps"] > 0 and 1 <= found[-1]["held_out"]["tokens_per_step"] <= training.num_draft + 1
+
+
+def test_the_exported_head_loads(trained, backbone):
+    out, returned = trained
+    loaded = load_head(out, backbone)
+    assert (loaded.name, loaded.config, loaded.fingerprint, loaded.backbone_name) == ("tiny-head", fakes.HEAD, backbone.fingerprint, "tiny")
+    assert loaded.card["step"] == 60 and loaded.card["train_config"]["steps"] == 60
+    np.testing.assert_array_equal(loaded.draft_ids, returned.draft_ids)
+    assert same(loaded.params, returned.params)
+
+
+def test_only_the_head_is_trained_and_saved(backbone, answers, in_one_go):
+    """Optimizer state and checkpoint hold a moment per head parameter and nothing of the backbone's; its arrays are as they were."""
+    out, _ = in_one_go
+    before = fakes.backbone()
+    assert same(before.params, backbone.params)
+    head = head_lib.Head(fakes.HEAD, backbone.config)
+    state = step.init_state(head, SHORT)
+    head_shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state.head_params))
+    moments = sorted(leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
+    assert moments == sorted(head_shapes * 2)
+    with ocp.CheckpointManager(out / "checkpoints") as manager:
+        assert manager.latest_step() == 6
+        saved = manager.restore(6, args=ocp.args.StandardRestore())
+    assert set(saved) == {"step", "head_params", "opt_state", "draft_ids"}
+    assert {name: leaf.shape for name, leaf in flat(saved["head_params"]).items()} == head_lib.param_shapes(fakes.HEAD, backbone.config)
+    assert sorted(leaf.shape for leaf in jax.tree.leaves(saved["opt_state"]) if np.ndim(leaf)) == moments
+    trained = head_lib.param_shapes(fakes.HEAD, backbone.config)
+    assert same({name: True for name in trained}, {name: bool((flat(saved["head_params"])[name] != flat(state.head_params)[name]).any()) for name in trained})
+
+
+def flat(tree):
+    return {"/".join(str(part.key) for part in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_the_gradient_is_the_heads_alone(backbone, answers):
+    """Nothing flows to the backbone's arrays even when they are asked."""
+    from mtp_jax.training import loss
+
+    head = head_lib.Head(fakes.HEAD, backbone.config)
+    params = fakes.head(backbone).params
+    batch = data.batch_at(answers, SHORT, 0)
+
+    def total(backbone_params, head_params):
+        read = features.compute(backbone_lib.Backbone(backbone.config), backbone_params, batch.tokens, key_layers=KEYS, value_layers=VALUES)
+        loaded = dataclasses.replace(backbone, params=backbone_params)
+        frozen = jax.lax.stop_gradient(fit.make_frozen(loaded, np.arange(24, dtype=np.int32)))
+        return loss.mean_loss(loss.unroll(head, head_params, frozen, read, batch, 2), 0.8)
+
+    to_backbone, to_head = jax.jit(jax.grad(total, argnums=(0, 1)))(backbone.params, params)
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(to_backbone))
+    assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(to_head))
+
+
+def test_resuming_is_the_unbroken_run_bit_for_bit(backbone, answers, in_one_go, tmp_path):
+    """Stop after 3 of 6 steps, add a line that a crash cut off and one of a step that no checkpoint holds, then go on."""
+    out = tmp_path / "halves"
+    fit.fit(backbone, answers, fakes.HEAD, SHORT, out, stop_after=3)
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 4, "loss": 0.0}) + '\n{"step": 5, "lo')
+    halves = fit.fit(backbone, answers, fakes.HEAD, SHORT, out, resume=True)
+    whole_out, whole = in_one_go
+    assert lines(out) == lines(whole_out) and len(lines(out)) == 6
+    assert same(halves.params, whole.params)
+    assert np.array_equal(halves.draft_ids, whole.draft_ids)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(config=dataclasses.replace(SHORT, learning_rate=2e-2)), "train_config.learning_rate is 0.01, this run has 0.02"),
+        (dict(config=dataclasses.replace(SHORT, seed=1)), "train_config.seed is 0, this run has 1"),
+        (dict(head_config=dataclasses.replace(fakes.HEAD, mlp_width=25)), "head_config.mlp_width is 24, this run has 25"),
+        (dict(few=True), "data.fingerprint is "),
+        (dict(other=True), "backbone.fingerprint is "),
+    ],
+)
+def test_resuming_another_run_is_refused(backbone, answers, in_one_go, change, message):
+    loaded = dataclasses.replace(backbone, fingerprint="f" * 16) if change.get("other") else backbone
+    with pytest.raises(fit.RunError, match=message):
+        fit.fit(
+            loaded,
+            answers[:9] if change.get("few") else answers,
+            change.get("head_config", fakes.HEAD),
+            change.get("config", SHORT),
+            in_one_go[0],
+            resume=True,
+        )
+
+
+def test_folders_that_are_not_this_run_are_refused(backbone, answers, in_one_go, tmp_path):
+    with pytest.raises(fit.RunError, match="holds a run already; pass --resume"):
+        fit.fit(backbone, answers, fakes.HEAD, SHORT, in_one_go[0])
+    with pytest.raises(fit.RunError, match="no such file, so there is no run to resume"):
+        fit.fit(backbone, answers, fakes.HEAD, SHORT, tmp_path / "new", resume=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(fit.RunError, match="not empty, and not a training run"):
+        fit.fit(backbone, answers, fakes.HEAD, SHORT, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+@dataclasses.dataclass
+class Spoiled:
+    """Features as computed, but not a number from the `bad`-th batch on."""
+
+    backbone: object
+    bad: int
+    calls: int = 0
+
+    def batch(self, batch, keys, values):
+        self.calls += 1
+        read = features.compute(backbone_lib.Backbone(self.backbone.config), self.backbone.params, batch.tokens, key_layers=keys, value_layers=values)
+        return read.replace(hidden=read.hidden * np.nan) if self.calls >= self.bad else read
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(backbone, answers, in_one_go, tmp_path):
+    out = tmp_path / "nan"
+    sequences = data.batch_at(answers, SHORT, 3).index.tolist()
+    with pytest.raises(fit.NotFiniteError, match=rf"step 4: loss=nan, .*sequences \[{sequences[0]}, "):
+        fit.fit(backbone, answers, fakes.HEAD, SHORT, out, features=Spoiled(backbone, 4))
+    assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [2]
+    assert [line["step"] for line in lines(out)] == [1, 2, 3]
+    kept = load_head(out, backbone)
+    assert kept.card["step"] == 2 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept.params))
+    resumed = fit.fit(backbone, answers, fakes.HEAD, SHORT, out, resume=True)  # with the cause gone, it goes on as if nothing had been
+    assert same(resumed.params, in_one_go[1].params)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 5e-3)])
+def test_features_on_disk_give_the_loss_of_features_computed(backbone, answers, in_one_go, tmp_path, dtype, tolerance):
+    common = dict(backbone_fingerprint=backbone.fingerprint, key_layers=KEYS, value_layers=VALUES, max_length=64)
+    seen = []
+    built = features.build(
+        tmp_path / "f",
+        backbone_lib.Backbone(backbone.config),
+        backbone.params,
+        answers,
+        **common,
+        dtype=dtype,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(8, 24), (16, 24), (24, 24)]
+    opened = features.open_store(tmp_path / "f", answers, **common)
+    batch = data.batch_at(answers, SHORT, 0)
+    live = features.compute(backbone_lib.Backbone(backbone.config), backbone.params, batch.tokens, key_layers=KEYS, value_layers=VALUES)
+    for store in (built, opened):
+        read = store.batch(batch, KEYS, VALUES)
+        for row, length in enumerate(batch.lengths):
+            np.testing.assert_allclose(read.hidden[row, :length], live.hidden[row, :length], rtol=tolerance, atol=tolerance)
+            for layer in KEYS:
+                np.testing.assert_allclose(read.keys[layer][row, :, :length], live.keys[layer][row, :, :length], rtol=tolerance, atol=tolerance)
+            for layer in VALUES:
+                np.testing.assert_allclose(read.values[layer][row, :, :length], live.values[layer][row, :, :length], rtol=tolerance, atol=tolerance)
+            assert (read.hidden[row, length:] == 0).all()
+    fit.fit(backbone, answers, fakes.HEAD, SHORT, tmp_path / "run", features=opened, stop_after=2)
+    np.testing.assert_allclose(
+        [line["loss"] for line in lines(tmp_path / "run")], [line["loss"] for line in lines(in_one_go[0])[:2]], rtol=tolerance, atol=tolerance
+    )
+
+
+def test_features_of_something_else_are_refused(backbone, answers, tmp_path):
+    common = dict(backbone_fingerprint=backbone.fingerprint, key_layers=KEYS, value_layers=VALUES, max_length=64)
+    with pytest.raises(features.FeatureError, match="manifest.json: missing, so the features were never finished"):
+        features.open_store(tmp_path, answers, **common)
+    features.build(tmp_path, backbone_lib.Backbone(backbone.config), backbone.params, answers[:8], **common)
+    for change, message in (
+        (dict(backbone_fingerprint="f" * 16), "backbone is "),
+        (dict(max_length=32), "max_length is 64, this run has 32"),
+        (dict(key_layers=(0, 2)), r"key_layers holds \[2, 3\], this head reads \[0, 2\]"),
+        (dict(value_layers=(1,)), "value_layers holds"),
+    ):
+        with pytest.raises(features.FeatureError, match=message):
+            features.open_store(tmp_path, answers[:8], **(common | change))
+    with pytest.raises(features.FeatureError, match="data is "):
+        features.open_store(tmp_path, answers[:7], **common)
+
+
+def test_features_that_do_not_fit_the_dtype_are_refused(backbone, answers, tmp_path):
+    big = dict(backbone.params, final_norm={"scale": backbone.params["final_norm"]["scale"] * 1e6})
+    with pytest.raises(features.FeatureError, match="hidden: a value does not fit float16; use float32"):
+        features.build(
+            tmp_path,
+            backbone_lib.Backbone(backbone.config),
+            big,
+            answers[:8],
+            backbone_fingerprint="x",
+            key_layers=KEYS,
+            value_layers=VALUES,
+            max_length=64,
+        )
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_split_held_out():
+    sequences = [data.Example("t", np.asarray([i]), np.asarray([True])) for i in range(10)]
+    training, held_out = fit.split_held_out(sequences, 3, seed=0)
+    names = [int(e.tokens[0]) for e in training], [int(e.tokens[0]) for e in held_out]
+    assert len(names[1]) == 3 and sorted(names[0] + names[1]) == list(range(10)) and names[0] == sorted(names[0])
+    assert [int(e.tokens[0]) for e in fit.split_held_out(sequences, 3, seed=1)[1]] != names[1]
