@@ -68,7 +68,12 @@ class BackboneConfig:
         for kind in self.layer_types:
             _require(kind in ("full", "sliding"), "layer_types", kind, "must be 'full' or 'sliding'")
         if "sliding" in self.layer_types:
-            _require(isinstance(self.sliding_window, int) and self.sliding_window >= 1, "sliding_window", self.sliding_window, "must be at least 1 when a layer is sliding")
+            _require(
+                isinstance(self.sliding_window, int) and self.sliding_window >= 1,
+                "sliding_window",
+                self.sliding_window,
+                "must be at least 1 when a layer is sliding",
+            )
 
     def window(self, layer: int) -> int | None:
         """Number of slots layer `layer` sees, or None when it sees all."""
@@ -105,14 +110,21 @@ class HeadConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "donors", tuple(self.donors))
         object.__setattr__(self, "pointer_donors", tuple(self.pointer_donors))
-        _require_positive(self, "width", "mlp_width", "num_heads", "draft_vocab_size", "backbone_width", "backbone_vocab_size", "backbone_layers", "pointer_heads")
+        _require_positive(
+            self, "width", "mlp_width", "num_heads", "draft_vocab_size", "backbone_width", "backbone_vocab_size", "backbone_layers", "pointer_heads"
+        )
         _require(len(self.donors) >= 1, "donors", self.donors, "must name at least one backbone layer")
         if self.pointer and not self.pointer_donors:
             object.__setattr__(self, "pointer_donors", (self.donors[-1],))
         for name in ("donors", "pointer_donors"):
             for donor in getattr(self, name):
                 _require(0 <= donor < self.backbone_layers, name, donor, f"must be a backbone layer index in 0..{self.backbone_layers - 1}")
-        _require(self.draft_vocab_size <= self.backbone_vocab_size, "draft_vocab_size", self.draft_vocab_size, f"must not exceed the backbone's vocabulary of {self.backbone_vocab_size}")
+        _require(
+            self.draft_vocab_size <= self.backbone_vocab_size,
+            "draft_vocab_size",
+            self.draft_vocab_size,
+            f"must not exceed the backbone's vocabulary of {self.backbone_vocab_size}",
+        )
         _require(self.query_position in ("pending", "last"), "query_position", self.query_position, "must be 'pending' (p+1) or 'last' (p)")
 
     @property
@@ -127,9 +139,16 @@ class HeadConfig:
     def check_fits(self, backbone: BackboneConfig) -> None:
         """Raise ConfigError unless a head of this shape can read a backbone of that shape."""
         _require(self.backbone_width == backbone.width, "backbone_width", self.backbone_width, f"this backbone's width is {backbone.width}")
-        _require(self.backbone_vocab_size == backbone.vocab_size, "backbone_vocab_size", self.backbone_vocab_size, f"this backbone's vocabulary is {backbone.vocab_size}")
+        _require(
+            self.backbone_vocab_size == backbone.vocab_size,
+            "backbone_vocab_size",
+            self.backbone_vocab_size,
+            f"this backbone's vocabulary is {backbone.vocab_size}",
+        )
         _require(self.backbone_layers == backbone.num_layers, "backbone_layers", self.backbone_layers, f"this backbone has {backbone.num_layers} layers")
-        _require(self.num_heads % backbone.num_kv_heads == 0, "num_heads", self.num_heads, f"must be a multiple of the donor's num_kv_heads={backbone.num_kv_heads}")
+        _require(
+            self.num_heads % backbone.num_kv_heads == 0, "num_heads", self.num_heads, f"must be a multiple of the donor's num_kv_heads={backbone.num_kv_heads}"
+        )
 
 
 def head_config_for(backbone: BackboneConfig, **changes: Any) -> HeadConfig:
@@ -217,9 +236,7 @@ def from_dict(kind: type, values: dict[str, Any], *, where: str) -> Any:
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ConfigError(f"{where}: unknown field {unknown[0]!r} for {kind.__name__}")
-    missing = sorted(
-        name for name, f in known.items() if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    )
+    missing = sorted(name for name, f in known.items() if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
     if missing:
         raise ConfigError(f"{where}: field {missing[0]!r} of {kind.__name__} is missing")
     try:

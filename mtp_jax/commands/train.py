@@ -36,6 +36,9 @@ class Train(shared.BackboneFlags):
     held_out: int = 64
     """Rollouts set aside; the acceptance on them, as decoded, is measured at each checkpoint. 0 for none."""
 
+    init: Annotated[str | None, tyro.conf.arg(metavar="HEAD")] = None
+    """Start from this head (a folder, or a shipped name) and its draft vocabulary, and go on training it. Its shape replaces the flags below."""
+
     donors: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...", help_behavior_hint="")] = ()
     """Backbone layers whose keys and values the head attends to, one per head layer. Default: one head layer on the last full-attention layer."""
     width: Annotated[int | None, shared.Unset] = None
@@ -60,13 +63,15 @@ class Train(shared.BackboneFlags):
         """Returns the head's folder and the final metrics."""
         self._check()
         backbone = shared.load_backbone(self.backbone)
+        from mtp_jax.checkpoints import load
         from mtp_jax.training import data, fit
 
         examples = data.read_rollouts(self.rollouts, vocab_size=backbone.config.vocab_size)
         if self.held_out >= len(examples):
             raise shared.UsageError(f"--held-out {self.held_out}: there are only {len(examples)} rollouts; some must be left to train on")
         training, held_out = fit.split_held_out(examples, self.held_out, self.config.seed)
-        head_config = self.head_config(backbone.config)
+        init = None if self.init is None else load.load_head(self.init, backbone)
+        head_config = self.head_config(backbone.config) if init is None else init.config
         shared.say(f"{len(training)} rollouts to train on, {len(held_out)} held out; head: {head_config}")
         store = None if self.features is None else self._features(self.features, backbone, training, head_config)
         final: dict[str, Any] = {}
@@ -79,7 +84,9 @@ class Train(shared.BackboneFlags):
                 measured.update(metrics.get("held_out", {}))
                 show(step, self.config.steps, _note(metrics, measured))
 
-            head = fit.fit(backbone, training, head_config, self.config, self.out, resume=self.resume, features=store, held_out=held_out, report=report)
+            head = fit.fit(
+                backbone, training, head_config, self.config, self.out, resume=self.resume, features=store, held_out=held_out, init=init, report=report
+            )
         final = final or dict(head.card.get("metrics", {}), step=head.card.get("step"))  # resumed a run that was finished
         folder = self.out / "head"
         shared.say(f"head written to {folder}; use it with --head {self.out}")

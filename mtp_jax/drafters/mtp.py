@@ -58,9 +58,7 @@ class MTPDrafter:
         return state
 
 
-def make_params(
-    head: head_lib.Head, head_params: dict[str, Any], draft_ids: Array, backbone_params: dict[str, Any]
-) -> Params:
+def make_params(head: head_lib.Head, head_params: dict[str, Any], draft_ids: Array, backbone_params: dict[str, Any]) -> Params:
     """Bring a head's stored parameters (plain layout) into the layout of `head`, and cut the draft rows of the unembedding.
 
     Args:

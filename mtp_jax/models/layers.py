@@ -77,9 +77,7 @@ def to_column_blocks(params: dict[str, Any]) -> dict[str, Any]:
         for joined, parts in JOINED.items():
             if all(part in tree for part in parts):
                 tree[joined] = {"kernel": jnp.concatenate([tree.pop(part)["kernel"] for part in parts], axis=1)}
-        return {
-            name: convert(value) if isinstance(value, dict) else (block_kernel(value) if name == "kernel" else value) for name, value in tree.items()
-        }
+        return {name: convert(value) if isinstance(value, dict) else (block_kernel(value) if name == "kernel" else value) for name, value in tree.items()}
 
     return jax.jit(convert)(params)
 

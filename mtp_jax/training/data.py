@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Int
 from mtp_jax import config as config_lib
 
 LENGTH_BUCKET = 64
+HostArray = Array | np.ndarray  # made by numpy, an Array inside jit
 
 
 class DataError(ValueError):
@@ -41,12 +42,12 @@ class Example:
 class Batch(struct.PyTreeNode):
     """One batch. `index` names the sequences, for features computed before."""
 
-    tokens: Int[Array, "B T"]  # padded with 0 on the right
-    lengths: Int[Array, " B"]
-    answer: Bool[Array, "B T"]
-    rows: Int[Array, "B R"]  # rows that carry loss, in ascending order
-    row_mask: Bool[Array, "B R"]  # False at padding of `rows`
-    index: Int[Array, " B"]
+    tokens: Int[HostArray, "B T"]  # padded with 0 on the right
+    lengths: Int[HostArray, " B"]
+    answer: Bool[HostArray, "B T"]
+    rows: Int[HostArray, "B R"]  # rows that carry loss, in ascending order
+    row_mask: Bool[HostArray, "B R"]  # False at padding of `rows`
+    index: Int[HostArray, " B"]
 
 
 def read_rollouts(paths: Sequence[str | Path], *, vocab_size: int) -> list[Example]:
@@ -124,10 +125,10 @@ def batch_at(sequences: Sequence[Example], config: config_lib.TrainConfig, step:
 def _epoch_order(sequences: Sequence[Example], config: config_lib.TrainConfig, rng: np.random.Generator) -> list[np.ndarray]:
     """Index arrays of one epoch's batches: shuffled, then sorted by length inside windows of 32 batches to save padding."""
     lengths = np.array([len(sequence.tokens) for sequence in sequences])
-    order = rng.permutation(len(sequences))
+    count = max(len(sequences) // config.batch_size, 1)
+    order = rng.permutation(len(sequences))[: count * config.batch_size]  # left out before sorting, or it would be the longest each time
     window = 32 * config.batch_size
     order = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in np.split(order, range(window, len(order), window))])
-    count = max(len(order) // config.batch_size, 1)
     batches = [order[i * config.batch_size : (i + 1) * config.batch_size] for i in range(count)]
     return [batches[i] for i in rng.permutation(count)]
 

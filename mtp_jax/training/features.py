@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,9 @@ from mtp_jax.training import data
 class Features(struct.PyTreeNode):
     """The backbone's side of one batch, behind stop_gradient."""
 
-    hidden: Float[Array, "B T D"]
-    keys: dict[int, Float[Array, "B K T H"]]  # by backbone layer
-    values: dict[int, Float[Array, "B K T H"]]
+    hidden: Float[data.HostArray, "B T D"]
+    keys: Mapping[int, Float[data.HostArray, "B K T H"]]  # by backbone layer
+    values: Mapping[int, Float[data.HostArray, "B K T H"]]
 
 
 class FeatureError(ValueError):
@@ -41,9 +41,7 @@ class FeatureError(ValueError):
 
 
 @partial(jax.jit, static_argnames=("backbone", "key_layers", "value_layers"))
-def compute(
-    backbone: backbone_lib.Backbone, backbone_params: Any, tokens: Array, *, key_layers: tuple[int, ...], value_layers: tuple[int, ...]
-) -> Features:
+def compute(backbone: backbone_lib.Backbone, backbone_params: Any, tokens: Array, *, key_layers: tuple[int, ...], value_layers: tuple[int, ...]) -> Features:
     """Run the frozen backbone over whole sequences [B, T]; no gradient leads back to it."""
     frozen = jax.lax.stop_gradient(backbone_params)
     output = backbone.apply({"params": frozen}, tokens, with_logits=False)
@@ -60,7 +58,7 @@ def compute(
 class FeatureStore:
     """Memory-mapped features of a list of sequences."""
 
-    arrays: dict[str, np.ndarray]  # "hidden" [total, D], "keys_L" and "values_L" [total, K * H]
+    arrays: Mapping[str, np.ndarray]  # "hidden" [total, D], "keys_L" and "values_L" [total, K * H]
     offsets: np.ndarray  # [sequences + 1]
     num_kv_heads: int
 

@@ -55,6 +55,7 @@ def fit(
     resume: bool = False,
     features: features_lib.FeatureStore | None = None,
     held_out: Sequence[data.Example] = (),
+    init: LoadedHead | None = None,
     stop_after: int | None = None,
     report: Callable[[int, dict[str, Any]], None] = lambda step, metrics: None,
 ) -> LoadedHead:
@@ -69,6 +70,7 @@ def fit(
       resume: go on from the newest checkpoint.
       features: of `examples`, computed before; None runs the backbone in each step.
       held_out: sequences whose acceptance is measured at each checkpoint, as decoded (see walk.py).
+      init: head to start from, its draft vocabulary included; `head_config` must be its config. None starts afresh.
       stop_after: leave after this step, as an interruption would (the schedule still is that of config.steps).
       report: called after each step with the step number (from 1) and its metrics.
 
@@ -77,11 +79,15 @@ def fit(
       NotFiniteError: naming the step and its sequences; the last good checkpoint stays.
     """
     head_config.check_fits(backbone.config)
+    if init is not None and init.config != head_config:
+        raise RunError(f"init: head {init.name!r} has another shape than head_config: take head_config from it")
     out = Path(out).resolve()
-    _open_run(out, backbone, examples, head_config, config, resume)
+    _open_run(out, backbone, examples, head_config, config, init, resume)
     head = head_lib.Head(head_config, backbone.config)
     draft_ids = data.draft_vocabulary(examples, head_config.draft_vocab_size, backbone.config.vocab_size)
     state = step_lib.init_state(head, config)
+    if init is not None:
+        draft_ids, state = init.draft_ids, state.replace(head_params=jax.tree.map(jnp.array, init.params))
     with ocp.CheckpointManager(out / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)) as manager:
         if resume and manager.latest_step() is not None:
             restored = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(_to_save(state, draft_ids)))
@@ -167,7 +173,13 @@ def _from_saved(saved: dict[str, Any]) -> tuple[step_lib.TrainState, np.ndarray]
 
 
 def _open_run(
-    out: Path, backbone: LoadedBackbone, examples: Sequence[data.Example], head_config: config_lib.HeadConfig, config: config_lib.TrainConfig, resume: bool
+    out: Path,
+    backbone: LoadedBackbone,
+    examples: Sequence[data.Example],
+    head_config: config_lib.HeadConfig,
+    config: config_lib.TrainConfig,
+    init: LoadedHead | None,
+    resume: bool,
 ) -> None:
     """Write run.json into a new folder, or check that the folder holds this run."""
     settings = {
@@ -175,6 +187,7 @@ def _open_run(
         "data": {"fingerprint": data.fingerprint(examples), "sequences": len(examples)},
         "head_config": config_lib.to_dict(head_config),
         "train_config": config_lib.to_dict(config),
+        "init": {"head": None if init is None else init.name},
     }
     path = out / "run.json"
     if not path.exists():

@@ -47,36 +47,38 @@ class Unrolled(struct.PyTreeNode):
 
 def unroll(head: head_lib.Head, head_params: Any, frozen: Frozen, features: features_lib.Features, batch: data.Batch, num_draft: int) -> Unrolled:
     """Run all draft steps of a batch's rows with the text's own tokens as input (teacher forcing)."""
-    followers = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))  # x_{s+1}
+    tokens, rows, answer = jnp.asarray(batch.tokens), jnp.asarray(batch.rows), jnp.asarray(batch.answer)
+    followers = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))  # x_{s+1}
     outside = frozen.vocab.index[followers] == frozen.vocab.ids.shape[0]  # [B, S]
     slot_rows = frozen.unembedding[followers]  # [B, S, D]
-    width = batch.tokens.shape[1]
+    width = tokens.shape[1]
 
     def at(array: Array, offset: int) -> Array:
         """Entries of [B, T, ...] at row + offset."""
-        place = jnp.minimum(batch.rows + offset, width - 1)
+        place = jnp.minimum(rows + offset, width - 1)
         return jnp.take_along_axis(array, place.reshape(*place.shape, *[1] * (array.ndim - 2)), axis=1)
 
-    hidden = at(features.hidden, 0)
+    final_hidden = jnp.asarray(features.hidden)
+    hidden = at(final_hidden, 0)
     steps = []
     for k in range(1, num_draft + 1):
-        embedded = frozen.table[at(batch.tokens, k)]
-        output = head.apply({"params": head_params}, embedded, hidden, features.keys, features.values, batch.rows, frozen.vocab.unembedding)
+        embedded = frozen.table[at(tokens, k)]
+        output = head.apply({"params": head_params}, embedded, hidden, features.keys, features.values, rows, frozen.vocab.unembedding)
         assert isinstance(output, head_lib.HeadOutput)
         slot_logits = jnp.einsum("BRD,BSD->BRS", output.features, slot_rows).astype(jnp.float32)
         slot_logits = jnp.where(outside[:, None], -jnp.inf, slot_logits)
-        mixture = head_lib.mix(output, slot_logits, followers, batch.rows)
-        label = at(features.hidden, k)
+        mixture = head_lib.mix(output, slot_logits, followers, rows)
+        label = at(final_hidden, k)
         loss = soft_cross_entropy(
             mixture,
             layers.matmul(label.astype(frozen.table.dtype), frozen.vocab.unembedding).astype(jnp.float32),
             jnp.einsum("BRD,BSD->BRS", label, slot_rows).astype(jnp.float32),
             outside,
-            head_lib.first_visible(followers, batch.rows),
+            head_lib.first_visible(followers, rows),
         )
         drafts = head_lib.greedy(mixture, frozen.vocab.ids, followers)
-        valid = batch.row_mask & (batch.rows + 1 + k < batch.lengths[:, None])
-        steps.append((loss, drafts, (drafts == at(batch.tokens, k + 1)) & valid, valid, at(batch.answer, k + 1) & valid))
+        valid = batch.row_mask & (rows + 1 + k < batch.lengths[:, None])
+        steps.append((loss, drafts, (drafts == at(tokens, k + 1)) & valid, valid, at(answer, k + 1) & valid))
         hidden = output.hidden
     return Unrolled(*(jnp.stack(column) for column in zip(*steps, strict=True)))
 

@@ -79,7 +79,7 @@ def measure(
         features = features_lib.compute(module, backbone.params, batch.tokens, key_layers=keys, value_layers=values)
         correct = np.asarray(_correct(head, head_params, frozen, features, batch, num_draft=config.num_draft))  # [M, B, R]
         for place, index in enumerate(chosen):
-            total = _add(total, walk(correct[:, place], batch.rows[place], examples[index].answer[: batch.lengths[place]]))
+            total = _add(total, walk(correct[:, place], np.asarray(batch.rows[place]), examples[index].answer[: batch.lengths[place]]))
     return total
 
 

@@ -110,7 +110,9 @@ def gradients(case):
 
     jacobian = jax.jit(jax.jacrev(per_row, argnums=(0, 1)))(case.features.keys, case.features.values)
     return {
-        (name, layer): np.abs(np.asarray(part[layer])[:, :, 0]).max(axis=(2, 4)) for name, part in zip(("keys", "values"), jacobian, strict=True) for layer in (2, 3)
+        (name, layer): np.abs(np.asarray(part[layer])[:, :, 0]).max(axis=(2, 4))
+        for name, part in zip(("keys", "values"), jacobian, strict=True)
+        for layer in (2, 3)
     }
 
 
@@ -243,9 +245,7 @@ def test_drafts_equal_numpy(case):
         drafts = np.asarray(_draft(mtp.MTPDrafter(case.head), case.params, case.fresh(padded, np.full(2, length)), M))
         for b in range(2):
             text = case.batch.tokens[b, :length].tolist()
-            expected, _ = reference.draft(
-                case.loaded.params, case.head.config, case.loaded.draft_ids, case.backbone.params, case.backbone.config, text, M
-            )
+            expected, _ = reference.draft(case.loaded.params, case.head.config, case.loaded.draft_ids, case.backbone.params, case.backbone.config, text, M)
             assert drafts[b].tolist() == expected
 
 
@@ -263,18 +263,12 @@ def start(backbone):
     for row, prompt in enumerate(fakes.prompts(*LENGTHS)):
         padded[row, : len(prompt)] = prompt
     module = backbone_lib.Backbone(backbone.config)
-    return loop.prefill(
-        module, backbone.params, padded, jnp.asarray(LENGTHS), jnp.asarray(LENGTHS + 30), KEYS, num_slots=48, drafter=None, config=RULES
-    )
+    return loop.prefill(module, backbone.params, padded, jnp.asarray(LENGTHS), jnp.asarray(LENGTHS + 30), KEYS, num_slots=48, drafter=None, config=RULES)
 
 
 def stepper(case, drafter):
     module = backbone_lib.Backbone(case.backbone.config)
-    return jax.jit(
-        lambda params, state: loop.step(
-            module, drafter, case.backbone.params, params, state, jnp.asarray(LENGTHS + 30), KEYS, config=RULES
-        )
-    )
+    return jax.jit(lambda params, state: loop.step(module, drafter, case.backbone.params, params, state, jnp.asarray(LENGTHS + 30), KEYS, config=RULES))
 
 
 def draft_logits(case, context, extra_slots=0):
@@ -283,7 +277,9 @@ def draft_logits(case, context, extra_slots=0):
     table = context.backbone_params["embed"]["embedding"]
     last_slot = context.cache.lengths[:, None] - 1 + extra_slots
     unembedding = case.params.vocab.unembedding
-    return case.head.apply({"params": case.loaded.params}, table[context.pending][:, None], context.hidden[:, None], keys, values, last_slot, unembedding).logits
+    return case.head.apply(
+        {"params": case.loaded.params}, table[context.pending][:, None], context.hidden[:, None], keys, values, last_slot, unembedding
+    ).logits
 
 
 def test_a_draft_after_a_rejection_is_the_draft_of_a_fresh_prefill(case, start):

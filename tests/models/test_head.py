@@ -110,9 +110,7 @@ def test_greedy_takes_the_softmax_token_where_it_leads():
 
 
 def test_tokens_after_the_last_slot_are_ignored():
-    reads = [
-        hand_mixture([0.3, 0.7, 0.0, 0.0], 0.9, [0.0, 1.0], np.array([7, 2, *rest]), 1, [2, 5]) for rest in ([7, 2], [2, 2], [9, 5])
-    ]
+    reads = [hand_mixture([0.3, 0.7, 0.0, 0.0], 0.9, [0.0, 1.0], np.array([7, 2, *rest]), 1, [2, 5]) for rest in ([7, 2], [2, 2], [9, 5])]
     for mixture in reads:
         np.testing.assert_array_equal(mixture.slots[0, 0, :2], reads[0].slots[0, 0, :2])
         assert (np.asarray(mixture.slots)[0, 0, 2:] == np.finfo(np.float32).min).all()
