@@ -28,7 +28,6 @@ from mtp_jax.decoding import sampling, verify
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import cache as cache_lib
 
-
 Rules = config_lib.DecodeConfig  # max_new_tokens and seed are data, not rules: pass them as 1 and 0 to compile once
 
 

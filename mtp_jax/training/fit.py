@@ -27,11 +27,10 @@ from mtp_jax import config as config_lib
 from mtp_jax import files
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
-from mtp_jax.training import data
+from mtp_jax.training import data, walk
 from mtp_jax.training import features as features_lib
 from mtp_jax.training import loss as loss_lib
 from mtp_jax.training import step as step_lib
-from mtp_jax.training import walk
 
 if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
