@@ -31,7 +31,11 @@ def read(paths: Sequence[str | Path], *, limit: int | None = None) -> list[Promp
         path = Path(path)
         if not path.is_file():
             raise PromptFileError(f"{path}: no such file")
-        found = [_parse(line, f"{path}:{number}", path.stem) for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1) if line.strip()]
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PromptFileError(f"{path}: not UTF-8 text: {error}") from None
+        found = [_parse(line, f"{path}:{number}", path.stem) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         if not found:
             raise PromptFileError(f"{path}: no prompt in it")
         prompts += found[:limit]

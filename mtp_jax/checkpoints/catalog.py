@@ -71,7 +71,7 @@ def fetch(name: str, *, cache_dir: str | Path | None = None, progress: Progress 
       CheckpointError: every place failed; the message says how each did.
     """
     if name in CATALOG:
-        return _fetch_source(CATALOG[name], _cache_folder(cache_dir), progress)
+        return _fetch_source(CATALOG[name], cache_folder(cache_dir), progress)
     if is_hub_name(name):
         try:
             return download.hub_folder(name)
@@ -85,7 +85,7 @@ def is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
 
 
-def _cache_folder(cache_dir: str | Path | None) -> Path:
+def cache_folder(cache_dir: str | Path | None) -> Path:
     chosen = cache_dir or os.environ.get("MTP_JAX_CACHE") or Path.home() / ".cache" / "mtp_jax"
     return Path(chosen).expanduser()
 

@@ -118,7 +118,7 @@ def use_compilation_cache() -> None:
 
         from mtp_jax.checkpoints import catalog
 
-        jax.config.update("jax_compilation_cache_dir", str(catalog._cache_folder(None) / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(catalog.cache_folder(None) / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)  # many small programs make up a start
 
 

@@ -10,8 +10,6 @@ them to backbone, tokens, layers and dtype. An interrupted run leaves no manifes
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +21,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
+from mtp_jax import files
+from mtp_jax.checkpoints.hf import read_json
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.training import data
 
@@ -136,9 +136,7 @@ def build(
         "lengths": lengths.tolist(),
         "num_kv_heads": config.num_kv_heads,
     }
-    temporary = folder / "manifest.json.tmp"
-    temporary.write_text(json.dumps(manifest))
-    os.replace(temporary, folder / "manifest.json")
+    files.write_json(folder / "manifest.json", manifest)
     return FeatureStore(arrays, offsets, config.num_kv_heads)
 
 
@@ -165,7 +163,7 @@ def open_store(
     path = Path(folder) / "manifest.json"
     if not path.exists():
         raise FeatureError(f"{path}: missing, so the features were never finished; delete the folder and build them again")
-    manifest = json.loads(path.read_text())
+    manifest = read_json(path)
     for name, wanted in {"backbone": backbone_fingerprint, "data": data.fingerprint(examples), "max_length": max_length}.items():
         if manifest[name] != wanted:
             raise FeatureError(f"{path}: {name} is {manifest[name]!r}, this run has {wanted!r}")

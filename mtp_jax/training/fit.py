@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 
 from mtp_jax import config as config_lib
 from mtp_jax import files
+from mtp_jax.checkpoints.hf import read_json
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
 from mtp_jax.training import data, walk
@@ -198,7 +199,7 @@ def _open_run(
         return
     if not resume:
         raise RunError(f"{out}: holds a run already; pass --resume to go on with it, or choose another --out")
-    before, now = json.loads(path.read_text()), json.loads(json.dumps(settings))
+    before, now = read_json(path), json.loads(json.dumps(settings))
     for group, values in now.items():
         for name, value in values.items():
             if before.get(group, {}).get(name) != value:

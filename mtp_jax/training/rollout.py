@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from mtp_jax import config as config_lib
 from mtp_jax import files
+from mtp_jax.checkpoints.hf import read_json
 from mtp_jax.decoding import generate as generate_lib
 from mtp_jax.prompts import Prompt
 
@@ -131,7 +132,7 @@ def _check_same_run(out: Path, backbone: LoadedBackbone, prompts: Sequence[Promp
     if out.exists():
         if not path.exists():
             raise RolloutError(f"{out}: exists without {path.name}, so it was not made by this command; choose another --out")
-        before = json.loads(path.read_text())
+        before = read_json(path)
         for name, value in settings.items():
             if before.get(name) != value:
                 raise RolloutError(f"{out}: was made with {name}={before.get(name)!r}, this run has {value!r}; choose another --out")
