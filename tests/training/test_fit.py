@@ -239,3 +239,13 @@ def test_split_held_out():
     names = [int(e.tokens[0]) for e in training], [int(e.tokens[0]) for e in held_out]
     assert len(names[1]) == 3 and sorted(names[0] + names[1]) == list(range(10)) and names[0] == sorted(names[0])
     assert [int(e.tokens[0]) for e in fit.split_held_out(sequences, 3, seed=1)[1]] != names[1]
+
+
+def test_training_goes_on_from_a_given_head(in_one_go, backbone, answers, tmp_path):
+    """`init` gives parameters and draft vocabulary; the first step already has the trained head's loss, not a fresh one's."""
+    out, start = in_one_go
+    tuned = fit.fit(backbone, answers, start.config, SHORT, tmp_path / "tuned", init=start, stop_after=1)
+    np.testing.assert_array_equal(tuned.draft_ids, start.draft_ids)
+    assert lines(tmp_path / "tuned")[0]["loss"] < lines(out)[0]["loss"] - 0.1
+    with pytest.raises(fit.RunError, match="another shape"):
+        fit.fit(backbone, answers, dataclasses.replace(start.config, mlp_width=24), SHORT, tmp_path / "other", init=start)
