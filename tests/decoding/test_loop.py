@@ -131,14 +131,19 @@ def states(runtime, drafter, params, limits, steps, stop_tokens=()):
     return jax.tree.map(np.asarray, found)
 
 
-def test_a_finished_row_keeps_its_state(runtime, vanilla):
-    """Row 0 ends by its budget after one step; three more steps of the others leave every field of it as it was.
+@pytest.mark.parametrize("ended_by", ["budget", "stop token"])
+def test_a_finished_row_keeps_its_state(runtime, vanilla, ended_by):
+    """Row 0 ends in the first step; three more steps of the others leave every field of it as it was.
 
     Slots behind its length are scratch: they are written by every step and read by none.
     """
-    found = states(runtime, fakes.Random(), None, [3 + 2, 9 + 30, 20 + 30], 4)
+    stop = vanilla[0][1]
+    assert all(stop not in text[:6] for text in vanilla[1:])
+    limits, stops = ([3 + 2, 9 + 30, 20 + 30], ()) if ended_by == "budget" else ([3 + 30, 9 + 30, 20 + 30], (stop,))
+    found = states(runtime, fakes.Random(), None, limits, 4, stops)
     one, last = found[1], found[4]
     assert one.done.tolist() == [True, False, False] and last.cache.lengths[1] > one.cache.lengths[1]
+    assert one.stopped.tolist() == [ended_by == "stop token", False, False]
     length = int(one.cache.lengths[0])
     assert length + 1 == 5
     for name in ("hidden", "done", "stopped", "steps", "accepted"):

@@ -34,8 +34,8 @@ def computations(program):
 
 
 def elements(instruction):
-    """Number of elements of an instruction's result; 0 for tuples."""
-    shape = re.match(r"(?:ROOT )?%\S+ = \w+\[([\d,]*)\]", instruction)
+    """Number of elements of an instruction's result; 0 for tuples and for what is not floating point (masks may have any size)."""
+    shape = re.match(r"(?:ROOT )?%\S+ = (?:f32|bf16|f16)\[([\d,]*)\]", instruction)
     return int(np.prod([int(size) for size in shape.group(1).split(",") if size])) if shape else 0
 
 
