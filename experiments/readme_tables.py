@@ -40,18 +40,11 @@ def speed() -> str:
     for path in sorted(RESULTS.glob("evaluate_m*.json")):
         result = json.loads(path.read_text())
         values = result["overall"]
-        rows.append([str(result["settings"]["num_draft"]), str(values["prompts"]), f"{values['tokens_per_step']:.2f}", f"{values['speedup']:.2f}x"])
-    return table(["num_draft", "prompts", "tokens per step", "wall clock against vanilla"], rows)
+        rows.append([str(result["settings"]["num_draft"]), str(result["settings"]["batch_size"]), str(values["prompts"]), f"{values['tokens_per_step']:.2f}", f"{values['speedup']:.2f}x"])
+    return table(["num_draft", "batch", "prompts", "tokens per step", "wall clock against vanilla"], rows)
 
 
-def step_cost() -> str:
-    result = load("step_cost.json")["ratio_to_plain_one_row"]
-    rows = list(result["plain"])
-    body = [[layout.replace("_", " "), *(f"{result[layout][count]:.2f}" for count in rows)] for layout in ("plain", "column_blocks")]
-    return table(["rows in the pass", *rows], body)
-
-
-TABLES = {"acceptance": acceptance, "speed": speed, "step_cost": step_cost}
+TABLES = {"acceptance": acceptance, "speed": speed}
 
 
 def main() -> int:

@@ -51,6 +51,7 @@ def test_tiny_random_llama(tmp_path, name):
 @pytest.mark.slow  # real weights, 135 M parameters in float32 twice
 def test_smollm2_gguf():
     """256 positions of 8 texts: logits to 1e-3, and the same argmax at each position."""
+    pytest.importorskip("accelerate", reason="transformers reads GGUF only with accelerate")
     path = Path(catalog.fetch("smollm2-135m-instruct"))
     model = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, torch_dtype=torch.float32).eval()
     loaded = load.load_backbone("smollm2-135m-instruct")
