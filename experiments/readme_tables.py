@@ -40,7 +40,15 @@ def speed() -> str:
     for path in sorted(RESULTS.glob("evaluate_m*.json")):
         result = json.loads(path.read_text())
         values = result["overall"]
-        rows.append([str(result["settings"]["num_draft"]), str(result["settings"]["batch_size"]), str(values["prompts"]), f"{values['tokens_per_step']:.2f}", f"{values['speedup']:.2f}x"])
+        rows.append(
+            [
+                str(result["settings"]["num_draft"]),
+                str(result["settings"]["batch_size"]),
+                str(values["prompts"]),
+                f"{values['tokens_per_step']:.2f}",
+                f"{values['speedup']:.2f}x",
+            ]
+        )
     return table(["num_draft", "batch", "prompts", "tokens per step", "wall clock against vanilla"], rows)
 
 
