@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 LayerType = Literal["full", "sliding"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class ConfigError(ValueError):
@@ -36,8 +37,47 @@ def _require_positive(config: Any, *names: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for texts longer than those of the first training.
+
+    "linear" divides all of them by `factor` (Chen et al. 2023). "llama3" divides those whose wavelength exceeds
+    original_positions / low_frequency_factor, leaves those below original_positions / high_frequency_factor, and
+    interpolates between the two (Llama 3.1).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_frequency_factor: float = 1.0  # this and the next two: "llama3" only
+    high_frequency_factor: float = 4.0
+    original_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        _require(self.kind in ("linear", "llama3"), "rope_scaling.kind", self.kind, "must be 'linear' or 'llama3'")
+        _require(self.factor > 0, "rope_scaling.factor", self.factor, "must be positive")
+        _require(self.original_positions >= 1, "rope_scaling.original_positions", self.original_positions, "must be at least 1")
+        _require(
+            0 < self.low_frequency_factor < self.high_frequency_factor,
+            "rope_scaling.low_frequency_factor",
+            self.low_frequency_factor,
+            f"must be positive and below high_frequency_factor={self.high_frequency_factor}",
+        )
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of one layer, in the order that `layers.rotate` takes it."""
+
+    theta: float
+    fraction: float = 1.0  # share of the pairs that turn
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """Shape and switches of a frozen decoder-only Transformer (Llama family)."""
+    """Shape and switches of a frozen decoder-only Transformer.
+
+    The first block of fields describes a Llama. Each switch after it is off by default; the families that need it are
+    named beside it. What differs by layer has a method that takes the layer's index: `window`, `head_dim_of`, ...
+    """
 
     vocab_size: int
     width: int
@@ -54,13 +94,50 @@ class BackboneConfig:
     max_positions: int = 2048  # positions the model was trained for
     dtype: str = "float32"  # of parameters and matrix products
 
+    activation: Activation = "silu"  # of the gated MLP
+    attention_bias: bool = False  # of the query, key and value products (Qwen 2)
+    output_bias: bool = False  # of the product after attention
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys, before rotation (Qwen 3, Gemma 3 and 4)
+    v_norm: bool = False  # the same without a scale on values (Gemma 4)
+    sandwich_norms: bool = False  # a norm after attention and after the MLP too, before each is added (Gemma)
+    embedding_scale: float = 1.0  # embeddings are multiplied with it, rounded to dtype (Gemma)
+    attention_scale: float | None = None  # scores are multiplied with it; None is head_dim ** -0.5
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
+    final_softcap: float | None = None  # so do logits (Gemma 2 and 4)
+    local_rope_theta: float | None = None  # of sliding layers, which then have neither scaling nor fraction; None: as full ones
+    rope_scaling: RopeScaling | None = None
+    rotary_fraction: float = 1.0  # share of the pairs of a head that turn, the fastest ones (Gemma 4)
+    full_head_dim: int | None = None  # head_dim of full layers, where it differs (Gemma 4)
+    full_kv_heads: int | None = None  # num_kv_heads of full layers, where it differs (Gemma 4)
+    keys_are_values: bool = False  # full layers make values from the key product, without rotation (Gemma 4)
+    shared_kv_layers: int = 0  # so many of the last layers read the K/V of an earlier one and have none (Gemma 4)
+    wide_shared_mlp: bool = False  # those layers' MLP is twice as wide (Gemma 4)
+    per_layer_input_width: int = 0  # width of the embedding that every layer adds for itself; 0 is none (Gemma 4)
+    per_layer_vocab_size: int | None = None  # rows of its table; None is vocab_size
+    layer_scalars: bool = False  # each layer's output is multiplied with a stored number (Gemma 4)
+
     def __post_init__(self) -> None:
         _require_positive(self, "vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
-        _require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, f"must be a multiple of num_kv_heads={self.num_kv_heads}")
-        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even (rotary embedding turns pairs)")
-        _require(self.rope_theta > 0, "rope_theta", self.rope_theta, "must be positive")
-        _require(self.norm_eps > 0, "norm_eps", self.norm_eps, "must be positive")
+        _require_positive(self, *(name for name in ("full_head_dim", "full_kv_heads", "per_layer_vocab_size") if getattr(self, name) is not None))
+        for name in ("num_kv_heads", "full_kv_heads"):
+            heads = getattr(self, name)
+            _require(heads is None or self.num_heads % heads == 0, "num_heads", self.num_heads, f"must be a multiple of {name}={heads}")
+        for name in ("head_dim", "full_head_dim"):
+            _require((getattr(self, name) or 0) % 2 == 0, name, getattr(self, name), "must be even (rotary embedding turns pairs)")
+        for name in ("rope_theta", "norm_eps", "embedding_scale"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
+        for name in ("attention_scale", "attention_softcap", "final_softcap", "local_rope_theta"):
+            _require(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "must be positive")
+        _require(0 < self.rotary_fraction <= 1, "rotary_fraction", self.rotary_fraction, "must be in (0, 1]")
         _require(self.dtype in ("float32", "bfloat16", "float16"), "dtype", self.dtype, "must be float32, bfloat16 or float16")
+        _require(self.activation in ("silu", "gelu_tanh"), "activation", self.activation, "must be 'silu' or 'gelu_tanh'")
+        _require(self.per_layer_input_width >= 0, "per_layer_input_width", self.per_layer_input_width, "must not be negative; 0 is none")
+        if isinstance(self.rope_scaling, dict):  # as read from JSON
+            object.__setattr__(self, "rope_scaling", from_dict(RopeScaling, self.rope_scaling, where="rope_scaling"))
+        self._check_layers()
+
+    def _check_layers(self) -> None:
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full",) * self.num_layers)
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
@@ -74,16 +151,68 @@ class BackboneConfig:
                 self.sliding_window,
                 "must be at least 1 when a layer is sliding",
             )
+        _require(0 <= self.shared_kv_layers < self.num_layers, "shared_kv_layers", self.shared_kv_layers, f"must be in 0..{self.num_layers - 1}")
+        ownerless = sorted(set(self.layer_types) - set(self.layer_types[: self.num_kv_layers]))
+        _require(not ownerless, "shared_kv_layers", self.shared_kv_layers, f"leaves no {ownerless} layer that owns its K/V")
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that own their K/V: 0..num_kv_layers-1. Only these have cache slots."""
+        return self.num_layers - self.shared_kv_layers
 
     def window(self, layer: int) -> int | None:
         """Number of slots layer `layer` sees, or None when it sees all."""
         return self.sliding_window if self.layer_types[layer] == "sliding" else None
 
+    def head_dim_of(self, layer: int) -> int:
+        """H of layer `layer`."""
+        return self.full_head_dim or self.head_dim if self.layer_types[layer] == "full" else self.head_dim
+
+    def kv_heads_of(self, layer: int) -> int:
+        """K of layer `layer`."""
+        return self.full_kv_heads or self.num_kv_heads if self.layer_types[layer] == "full" else self.num_kv_heads
+
+    def mlp_width_of(self, layer: int) -> int:
+        """F of layer `layer`."""
+        return self.mlp_width * (2 if self.wide_shared_mlp and layer >= self.num_kv_layers else 1)
+
+    def attention_scale_of(self, layer: int) -> float:
+        """What layer `layer` multiplies its scores with."""
+        return self.head_dim_of(layer) ** -0.5 if self.attention_scale is None else self.attention_scale
+
+    def values_are_keys(self, layer: int) -> bool:
+        """Whether layer `layer` has no value product."""
+        return self.keys_are_values and self.layer_types[layer] == "full"
+
+    def rope(self, layer: int) -> Rope:
+        """Rotary embedding of layer `layer`."""
+        if self.layer_types[layer] == "sliding" and self.local_rope_theta is not None:
+            return Rope(self.local_rope_theta)
+        return Rope(self.rope_theta, self.rotary_fraction, self.rope_scaling)
+
+    def kv_owner(self, layer: int) -> int:
+        """Index of the layer whose K/V layer `layer` reads: its own, or the last owner of its type."""
+        return layer if layer < self.num_kv_layers else self.donor(self.layer_types[layer])
+
     def donor(self, kind: LayerType) -> int:
-        """Index of the last layer of type `kind`: the one whose K/V a head layer of that type reads."""
-        found = [i for i, layer_type in enumerate(self.layer_types) if layer_type == kind]
+        """Index of the last layer of type `kind` that owns its K/V: the one a head layer of that type reads."""
+        found = [i for i, layer_type in enumerate(self.layer_types[: self.num_kv_layers]) if layer_type == kind]
         _require(bool(found), "donor", kind, f"no such layer in layer_types={self.layer_types}")
         return found[-1]
+
+    def identity(self) -> dict[str, Any]:
+        """What tells two backbones apart, JSON-ready: every field but dtype, leaving out switches that are off.
+
+        A model's identity therefore stays as it is when this class gets a new switch.
+        """
+        values = to_dict(self)
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if name != "dtype" and (name in _ALWAYS_IN_IDENTITY or value != defaults[name])}
+
+
+_ALWAYS_IN_IDENTITY = frozenset(
+    "vocab_size width mlp_width num_layers num_heads num_kv_heads head_dim rope_theta norm_eps tied_embeddings layer_types sliding_window max_positions".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +275,13 @@ class HeadConfig:
             f"this backbone's vocabulary is {backbone.vocab_size}",
         )
         _require(self.backbone_layers == backbone.num_layers, "backbone_layers", self.backbone_layers, f"this backbone has {backbone.num_layers} layers")
-        _require(
-            self.num_heads % backbone.num_kv_heads == 0, "num_heads", self.num_heads, f"must be a multiple of the donor's num_kv_heads={backbone.num_kv_heads}"
-        )
+        for name in ("donors", "pointer_donors"):
+            for donor in getattr(self, name):
+                rule = f"layer {donor} has no K/V of its own; the last layer that has is {backbone.num_kv_layers - 1}"
+                _require(donor < backbone.num_kv_layers, name, donor, rule)
+        for donor in self.donors:
+            heads = backbone.kv_heads_of(donor)
+            _require(self.num_heads % heads == 0, "num_heads", self.num_heads, f"must be a multiple of the donor's num_kv_heads={heads}")
 
 
 def head_config_for(backbone: BackboneConfig, **changes: Any) -> HeadConfig:
@@ -250,6 +383,8 @@ __all__ = [
     "ConfigError",
     "DecodeConfig",
     "HeadConfig",
+    "Rope",
+    "RopeScaling",
     "TrainConfig",
     "from_dict",
     "head_config_for",

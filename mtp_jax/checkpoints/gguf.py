@@ -1,11 +1,12 @@
-"""Llama-family GGUF files: metadata -> BackboneConfig, quantised tensors -> parameter tree.
+"""GGUF files: metadata -> BackboneConfig, quantised tensors -> parameter tree.
 
-The `gguf` package parses and dequantises. Whatever the file asks for that the backbone doesn't do is refused by name:
-a key that is ignored is a model that is quietly another one.
+The `gguf` package parses and dequantises; `gguf_families` knows the architectures. Whatever the file asks
+for that the backbone doesn't do is refused by name: a key that is ignored is a model that is quietly another one.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -14,25 +15,8 @@ from typing import Any
 import numpy as np
 
 from mtp_jax import config as config_lib
-from mtp_jax.checkpoints import errors, families
+from mtp_jax.checkpoints import errors, families, gguf_families, streaming
 
-_SIZES = {  # field of BackboneConfig -> key under "llama."
-    "width": "embedding_length",
-    "mlp_width": "feed_forward_length",
-    "num_layers": "block_count",
-    "num_heads": "attention.head_count",
-    "max_positions": "context_length",
-}
-_OTHER_KEYS = (
-    "vocab_size",
-    "attention.head_count_kv",
-    "attention.layer_norm_rms_epsilon",
-    "attention.key_length",
-    "attention.value_length",
-    "rope.freq_base",
-    "rope.dimension_count",
-)
-_HARMLESS = {"rope.scaling.type": "none", "expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # at these values only
 _ABSENT = object()
 
 
@@ -42,6 +26,7 @@ class GGUFFile:
     Raises:
       CheckpointError: there is no such file.
       DamagedFile: it isn't GGUF, is cut short, or has tensor data beyond its end.
+      UnsupportedModel: a tensor's type is unknown.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -52,6 +37,8 @@ class GGUFFile:
             self._reader = _reader_class()(self.path)
             self.tensors = self._reader.tensors
         except Exception as error:  # the reader raises whatever its slicing runs into
+            if isinstance(error, ValueError) and "GGMLQuantizationType" in str(error):
+                raise errors.UnsupportedModel(f"{self.path}: a tensor has a type that the gguf package doesn't know: {error}") from error
             raise errors.DamagedFile(f"{self.path}: not a whole GGUF file: {type(error).__name__}: {error}") from error
         size = self.path.stat().st_size
         first = self._reader.data_offset
@@ -59,6 +46,11 @@ class GGUFFile:
             begin, end = tensor.data_offset, tensor.data_offset + tensor.n_bytes
             if begin < first or end > size:  # before: an offset near 2**64 wraps around
                 raise errors.DamagedFile(f"{self.path}: tensor {tensor.name!r} lies at bytes {begin}..{end}; must be inside the data, {first}..{size}")
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by name, slowest axis first."""
+        return {tensor.name: _shape(tensor) for tensor in self.tensors}
 
     def keys(self) -> tuple[str, ...]:
         return tuple(self._reader.fields)
@@ -77,6 +69,13 @@ class GGUFFile:
         # float32 on disk: the shortest decimal that means it, so that 1e-5 is 1e-5 and not 9.999999747378752e-06.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
+    def integer(self, key: str, default: Any = _ABSENT) -> int:
+        """`get`, for a key that must be one integer; UnsupportedModel where it isn't, as where it differs by layer."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise errors.UnsupportedModel(f"{self.path}: {key}={value!r}: must be one integer for the whole model")
+        return value
+
 
 def read_config(source: str | Path | GGUFFile, dtype: str = "float32") -> config_lib.BackboneConfig:
     """Read a GGUF file's shape and switches.
@@ -86,38 +85,30 @@ def read_config(source: str | Path | GGUFFile, dtype: str = "float32") -> config
       dtype: the config's dtype, which `read_params` casts to.
 
     Raises:
-      UnsupportedModel: another architecture, or a `llama.*` key that the backbone doesn't implement.
+      UnsupportedModel: another architecture, or a key of it that the backbone doesn't implement.
       CheckpointError: a key is missing or its value is impossible.
       DamagedFile: see GGUFFile.
     """
     file = _open(source)
-    architecture = file.get("general.architecture")
-    if architecture != "llama":
-        raise errors.UnsupportedModel(f"{file.path}: general.architecture={architecture!r}: only 'llama' is supported")
-    _refuse_unknown_keys(file)
-    sizes = {name: _integer(file, f"llama.{key}") for name, key in _SIZES.items()}
-    sizes["num_kv_heads"] = _integer(file, "llama.attention.head_count_kv", sizes["num_heads"])
-    sizes["head_dim"] = _integer(file, "llama.attention.key_length", sizes["width"] // max(sizes["num_heads"], 1))
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
-        value = _integer(file, key, sizes["head_dim"])
-        if value != sizes["head_dim"]:
-            raise errors.UnsupportedModel(f"{file.path}: {key}={value}: must equal the head dimension {sizes['head_dim']}")
-    shapes = {tensor.name: _shape(tensor) for tensor in file.tensors}
-    sizes["vocab_size"] = _integer(file, "llama.vocab_size", shapes.get("token_embd.weight", (0,))[0])
-    values = sizes | dict(
-        rope_theta=file.get("llama.rope.freq_base", 10_000.0),
-        norm_eps=file.get("llama.attention.layer_norm_rms_epsilon"),
-        tied_embeddings="output.weight" not in shapes,
-        dtype=dtype,
-    )
     try:
-        return config_lib.from_dict(config_lib.BackboneConfig, values, where=str(file.path))
+        return config_lib.from_dict(config_lib.BackboneConfig, gguf_families.config_fields(file) | {"dtype": dtype}, where=str(file.path))
     except (config_lib.ConfigError, TypeError) as error:
         raise errors.CheckpointError(str(error)) from error
 
 
-def read_params(source: str | Path | GGUFFile, config: config_lib.BackboneConfig, only: Collection[tuple[str, ...]] | None = None) -> dict[str, Any]:
-    """Dequantise a GGUF file's tensors (or `only` those at these paths) into the tree that `families` describes, kernels in config.dtype.
+def read_params(
+    source: str | Path | GGUFFile,
+    config: config_lib.BackboneConfig,
+    only: Collection[tuple[str, ...]] | None = None,
+    table_rows: int | None = None,
+    shardings: streaming.Shardings | None = None,
+) -> dict[str, Any]:
+    """Dequantise a GGUF file's tensors into the tree that `families` describes, kernels in config.dtype.
+
+    Args:
+      source: the file, or an open GGUFFile.
+      config: from `read_config`.
+      only, table_rows, shardings: see `families.assemble`.
 
     Raises:
       MissingTensor, UnexpectedTensor, MisshapenTensor: see `families.assemble`.
@@ -125,7 +116,8 @@ def read_params(source: str | Path | GGUFFile, config: config_lib.BackboneConfig
       DamagedFile: see GGUFFile.
     """
     file = _open(source)
-    return families.assemble(_stored(file), families.llama_gguf(config), config, str(file.path), only)
+    table = gguf_families.table(gguf_families.architecture_name(file), config)
+    return families.assemble(_stored(file), table, config, str(file.path), only, table_rows, shardings)
 
 
 def _open(source: str | Path | GGUFFile) -> GGUFFile:
@@ -133,14 +125,20 @@ def _open(source: str | Path | GGUFFile) -> GGUFFile:
 
 
 def _stored(file: GGUFFile) -> Iterator[families.StoredTensor]:
-    def read(tensor: Any) -> np.ndarray:
-        try:
-            return _dequantise(np.asarray(tensor.data), tensor.tensor_type)  # a plain array: slicing a memmap is slow
-        except NotImplementedError as error:
-            raise errors.UnsupportedModel(f"{file.path}: tensor {tensor.name!r} has type {tensor.tensor_type.name}, which can't be dequantised") from error
-
     for tensor in file.tensors:
-        yield families.StoredTensor(tensor.name, _shape(tensor), lambda tensor=tensor: read(tensor))
+        yield families.StoredTensor(tensor.name, _shape(tensor), functools.partial(_read_rows, file, tensor))
+
+
+def _read_rows(file: GGUFFile, tensor: Any, begin: int, end: int) -> np.ndarray:
+    """Float values of some rows. Read, not mapped: mapped pages would stay counted as this process's memory."""
+    row_bytes = tensor.n_bytes // len(tensor.data)
+    raw = np.fromfile(file.path, np.uint8, count=(end - begin) * row_bytes, offset=int(tensor.data_offset) + begin * row_bytes)
+    if len(raw) != (end - begin) * row_bytes:
+        raise errors.DamagedFile(f"{file.path}: tensor {tensor.name!r} is cut short; was the file changed while it was read?")
+    try:
+        return _dequantise(raw.view(tensor.data.dtype).reshape(end - begin, *tensor.data.shape[1:]), tensor.tensor_type)
+    except NotImplementedError as error:
+        raise errors.UnsupportedModel(f"{file.path}: tensor {tensor.name!r} has type {tensor.tensor_type.name}, which can't be dequantised") from error
 
 
 def _dequantise(data: np.ndarray, kind: Any) -> np.ndarray:
@@ -158,25 +156,6 @@ def _dequantise(data: np.ndarray, kind: Any) -> np.ndarray:
 
 def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(reversed(tensor.shape.tolist()))  # ggml lists the fastest axis first
-
-
-def _integer(file: GGUFFile, key: str, default: Any = _ABSENT) -> int:
-    value = file.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise errors.UnsupportedModel(f"{file.path}: {key}={value!r}: must be one integer for the whole model")
-    return value
-
-
-def _refuse_unknown_keys(file: GGUFFile) -> None:
-    known = {*_SIZES.values(), *_OTHER_KEYS}
-    for key in file.keys():
-        name = key.removeprefix("llama.")
-        if name == key or name in known:
-            continue
-        value = file.get(key)
-        if name not in _HARMLESS or value != _HARMLESS[name]:
-            allowed = f"only {_HARMLESS[name]!r} is supported" if name in _HARMLESS else "this key is not supported"
-            raise errors.UnsupportedModel(f"{file.path}: {key}={value!r}: {allowed}")
 
 
 def _reader_class() -> type:

@@ -1,37 +1,27 @@
-"""Llama-family folders in transformers' layout: config.json -> BackboneConfig, safetensors (one file or shards) -> parameter tree.
-
-A field of config.json that would change the computation, at a value the backbone doesn't implement, is refused by name.
-"""
+"""Folders in transformers' layout: config.json -> BackboneConfig (see `hf_config`), safetensors (one file or shards) -> parameter tree."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mtp_jax import config as config_lib
-from mtp_jax.checkpoints import errors, families
+from mtp_jax.checkpoints import errors, families, hf_config, streaming
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_REQUIRED = {
-    "vocab_size": "vocab_size",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-}
-_ONLY = {  # field -> the values that mean what the backbone does; an absent field is fine
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-    "sliding_window": (None,),
-}
 _STORED_DTYPES = ("F16", "BF16", "F32", "F64")
+# Models that see and hear, too: where they keep the text model, by the layouts of transformers 5 and 4, and the rest.
+_TEXT_MODEL = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+_NOT_TEXT = tuple(
+    prefix + part
+    for prefix in ("model.", "")
+    for part in ("vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.", "vision_embedder.")
+)
 
 
 def read_config(folder: str | Path, dtype: str = "float32") -> config_lib.BackboneConfig:
@@ -47,42 +37,22 @@ def read_config(folder: str | Path, dtype: str = "float32") -> config_lib.Backbo
       DamagedFile: the file isn't a JSON object.
     """
     path = Path(folder) / "config.json"
-    values = read_json(path)
-    family = values.get("model_type")
-    if family not in ("llama", "mistral"):
-        raise errors.UnsupportedModel(f"{path}: model_type={family!r}: only 'llama' and 'mistral' are supported")
-    if family == "mistral":  # transformers' defaults for absent fields differ from Llama's; don't guess
-        for name in ("sliding_window", "num_key_value_heads", "rms_norm_eps"):
-            if name not in values:
-                raise errors.UnsupportedModel(f"{path}: field {name!r} is absent: a mistral model must state it (sliding_window as null)")
-    for name, allowed in _ONLY.items():
-        if name in values and values[name] not in allowed:
-            raise errors.UnsupportedModel(f"{path}: {name}={values[name]!r}: only {allowed[0]!r} is supported")
-    layer_types = values.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types):
-        raise errors.UnsupportedModel(f"{path}: layer_types={layer_types!r}: only 'full_attention' is supported")
-    for field in _REQUIRED.values():
-        if field not in values:
-            raise errors.CheckpointError(f"{path}: field {field!r} is missing")
-    try:
-        fields = {name: values[field] for name, field in _REQUIRED.items()} | dict(
-            num_kv_heads=_or(values.get("num_key_value_heads"), values["num_attention_heads"]),
-            head_dim=_or(values.get("head_dim"), values["hidden_size"] // values["num_attention_heads"]),
-            rope_theta=_rope_theta(values, path),
-            norm_eps=values.get("rms_norm_eps", 1e-6),
-            tied_embeddings=bool(values.get("tie_word_embeddings", False)),
-            max_positions=values.get("max_position_embeddings", 2048),
-            dtype=dtype,
-        )
-        return config_lib.from_dict(config_lib.BackboneConfig, fields, where=str(path))
-    except errors.CheckpointError:
-        raise
-    except (config_lib.ConfigError, TypeError, ZeroDivisionError) as error:
-        raise errors.CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+    return hf_config.parse(read_json(path), path, dtype)
 
 
-def read_params(folder: str | Path, config: config_lib.BackboneConfig, only: Collection[tuple[str, ...]] | None = None) -> dict[str, Any]:
-    """Read the weights (or `only` those at these paths) into the tree that `families` describes, kernels in config.dtype.
+def read_params(
+    folder: str | Path,
+    config: config_lib.BackboneConfig,
+    only: Collection[tuple[str, ...]] | None = None,
+    table_rows: int | None = None,
+    shardings: streaming.Shardings | None = None,
+) -> dict[str, Any]:
+    """Read the weights into the tree that `families` describes, kernels in config.dtype.
+
+    Args:
+      folder: a folder in transformers' layout.
+      config: from `read_config`.
+      only, table_rows, shardings: see `families.assemble`.
 
     Raises:
       MissingTensor, UnexpectedTensor, MisshapenTensor: see `families.assemble`.
@@ -91,8 +61,11 @@ def read_params(folder: str | Path, config: config_lib.BackboneConfig, only: Col
       CheckpointError: the folder holds no safetensors.
     """
     folder = Path(folder)
+    path = folder / "config.json"
+    _, family = hf_config.family_of(read_json(path), path)
+    table = families.transformers_table(config, norms_add_one=family.norms_add_one)
     promised = _promised(folder)
-    return families.assemble(_stored(folder, promised), families.llama_hf(config), config, str(folder), only)
+    return families.assemble(_text_only(_stored(folder, promised)), table, config, str(folder), only, table_rows, shardings)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,22 +81,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _rope_theta(values: dict[str, Any], path: Path) -> float:
-    """Theta from `rope_parameters` (transformers 5) or `rope_theta`; a scaling other than "default" is refused."""
-    theta = values.get("rope_theta")
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = values.get(name)
-        if rope is None:
+def _text_only(tensors: Iterable[families.StoredTensor]) -> Iterator[families.StoredTensor]:
+    """The text model's tensors, under the names they have when it is alone."""
+    for tensor in tensors:
+        if tensor.name.startswith(_NOT_TEXT):
             continue
-        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
-        if kind != "default" or set(rope) - {"rope_type", "type", "rope_theta"}:
-            raise errors.UnsupportedModel(f"{path}: {name}={rope!r}: only null or rope_type 'default' is supported")
-        theta = _or(theta, rope.get("rope_theta"))
-    return _or(theta, 10_000.0)
+        for prefix, alone in _TEXT_MODEL.items():
+            if tensor.name.startswith(prefix):
+                tensor = tensor._replace(name=alone + tensor.name.removeprefix(prefix))
+                break
+        yield tensor
 
 
 def _promised(folder: Path) -> dict[str, set[str]]:
@@ -152,18 +119,26 @@ def _stored(folder: Path, promised: dict[str, set[str]]) -> Iterator[families.St
     for shard, names in promised.items():
         path = folder / shard
         try:
-            file = safetensors.safe_open(path, framework="np")
-            held = list(file.keys())
+            with safetensors.safe_open(path, framework="np") as file:
+                held = {name: file.get_slice(name) for name in file.keys()}
+                kinds = {name: (tuple(view.get_shape()), view.get_dtype()) for name, view in held.items()}
         except (safetensors.SafetensorError, OSError) as error:
             raise errors.DamagedFile(f"{path}: not a whole safetensors file: {error}") from error
-        absent = sorted(names - set(held))
+        absent = sorted(names - set(kinds))
         if absent:
             raise errors.DamagedFile(f"{path}: tensor {absent[0]!r} isn't in it, though {_INDEX} says so")
-        for name in held:
-            view = file.get_slice(name)
-            if view.get_dtype() not in _STORED_DTYPES:
-                raise errors.UnsupportedModel(f"{path}: tensor {name!r} has type {view.get_dtype()}; only {', '.join(_STORED_DTYPES)} are read")
-            yield families.StoredTensor(name, tuple(view.get_shape()), lambda file=file, name=name: np.asarray(file.get_tensor(name)))
+        for name, (shape, dtype) in kinds.items():
+            if dtype not in _STORED_DTYPES:
+                raise errors.UnsupportedModel(f"{path}: tensor {name!r} has type {dtype}; only {', '.join(_STORED_DTYPES)} are read")
+            yield families.StoredTensor(name, shape, partial(_read_rows, path, name))
+
+
+def _read_rows(path: Path, name: str, begin: int, end: int) -> np.ndarray:
+    """Some rows of a tensor. The file is opened for each read: what stays mapped stays counted as this process's memory."""
+    import safetensors
+
+    with safetensors.safe_open(path, framework="np") as file:
+        return np.asarray(file.get_slice(name)[begin:end])
 
 
 __all__ = ["read_config", "read_json", "read_params"]

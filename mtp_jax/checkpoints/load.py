@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtp_jax import config as config_lib
-from mtp_jax.checkpoints import catalog, errors, gguf, hf
+from mtp_jax.checkpoints import catalog, errors, gguf, hf, streaming
 from mtp_jax.checkpoints.heads import LoadedHead, load_head, save_head
 from mtp_jax.checkpoints.tokenizer import Tokenizer
 
@@ -32,12 +32,14 @@ class LoadedBackbone:
     fingerprint: str  # 16 hex digits; see `fingerprint`
 
 
-def load_backbone(name_or_path: str | Path, *, dtype: str = "float32") -> LoadedBackbone:
-    """Load a language model.
+def load_backbone(name_or_path: str | Path, *, dtype: str = "float32", sharding: streaming.Shardings | None = None) -> LoadedBackbone:
+    """Load a language model, tensor by tensor, each straight into its dtype and onto its devices.
 
     Args:
       name_or_path: a catalog name, a folder in transformers' layout, a .gguf file, or a hub's `organisation/name`.
       dtype: of the kernels and the embedding: float32, bfloat16 or float16.
+      sharding: of every parameter, or a function from a parameter's path, such as ("layers_0", "attn", "q", "kernel"), to
+        its sharding; None is JAX's default device.
 
     Raises:
       UnknownName: none of these.
@@ -52,9 +54,9 @@ def load_backbone(name_or_path: str | Path, *, dtype: str = "float32") -> Loaded
         config, tokenizer = gguf.read_config(file, dtype), Tokenizer.from_gguf(file)
         read = partial(gguf.read_params, file)
     _check_vocabulary(tokenizer, config, path)
-    params = read(config)
+    params = read(config, shardings=sharding)
     wide = dataclasses.replace(config, dtype="float32")
-    sample = params if config == wide else read(wide, only=_sample_paths(config))
+    sample = params if config == wide else read(wide, only=_sample_paths(config), table_rows=_SAMPLE_ROWS)
     return LoadedBackbone(name, config, params, tokenizer, fingerprint(wide, sample))
 
 
@@ -69,9 +71,7 @@ def fingerprint(config: config_lib.BackboneConfig, params: dict[str, Any]) -> st
       config: of the backbone.
       params: its float32 parameters in the plain layout; only those of the sample are looked at.
     """
-    values = config_lib.to_dict(config)
-    del values["dtype"]
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(config.identity(), sort_keys=True).encode())
     for path in _sample_paths(config):
         leaf: Any = reduce(operator.getitem, path, params)
         digest.update(np.asarray(leaf if leaf.ndim == 1 else leaf[:_SAMPLE_ROWS]).astype("<f4").tobytes())

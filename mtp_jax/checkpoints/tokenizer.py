@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtp_jax.checkpoints import errors
+from mtp_jax.checkpoints import errors, vocabulary
 from mtp_jax.checkpoints.chat import ChatTemplate
 from mtp_jax.checkpoints.gguf import GGUFFile
 from mtp_jax.checkpoints.hf import read_json
 
 # Control tokens that close an assistant's turn, whatever the file calls its end of sequence.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 
 
 class Tokenizer:
@@ -69,7 +68,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, source: str | Path | GGUFFile) -> Tokenizer:
-        """Build the tokenizer that a GGUF file's metadata describes (byte-level BPE with SmolLM's splitting rule).
+        """Build the tokenizer that a GGUF file's metadata describes (see `vocabulary`).
 
         Raises:
           UnsupportedModel: another kind of tokenizer.
@@ -77,12 +76,7 @@ class Tokenizer:
           DamagedFile: the file can't be read, or its vocabulary is inconsistent.
         """
         file = source if isinstance(source, GGUFFile) else GGUFFile(source)
-        for key, only in (("tokenizer.ggml.model", "gpt2"), ("tokenizer.ggml.pre", "smollm")):
-            value = file.get(key)
-            if value != only:
-                raise errors.UnsupportedModel(f"{file.path}: {key}={value!r}: only {only!r} is supported")
-        words: list[str] = file.get("tokenizer.ggml.tokens")
-        tokens = _byte_level_bpe(file, words)
+        tokens, words = vocabulary.read_tokenizer(file)
         named = {name: file.get(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "unknown", "padding")}
         for name, index in named.items():
             if index is not None and not 0 <= index < len(words):
@@ -121,28 +115,6 @@ class Tokenizer:
         if self._chat is None:
             raise errors.CheckpointError(f"{self._where}: has no chat template (a base model?); use encode on plain text instead")
         return self._tokens.encode(self._chat.render(messages), add_special_tokens=False).ids  # the template writes them itself
-
-
-def _byte_level_bpe(file: GGUFFile, words: list[str]) -> Any:
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    kinds = file.get("tokenizer.ggml.token_type")
-    if len(kinds) != len(words) or len(set(words)) != len(words):
-        problem = f"{len(kinds)} token types" if len(kinds) != len(words) else f"{len(set(words))} different ones"
-        raise errors.DamagedFile(f"{file.path}: tokenizer.ggml.tokens has {len(words)} tokens but {problem}; must be as many")
-    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges")]
-    try:
-        tokens = tokenizers.Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=merges))
-    except Exception as error:  # a merge of tokens that the vocabulary lacks, or that isn't a pair
-        raise errors.DamagedFile(f"{file.path}: tokenizer.ggml.merges doesn't fit tokenizer.ggml.tokens: {error}") from error
-    # "smollm": every digit alone, then GPT-2's rule, as SmolLM's tokenizer.json has it.
-    tokens.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokens.decoder = decoders.ByteLevel()
-    for kind, special in ((_UNKNOWN, True), (_CONTROL, True), (_USER_DEFINED, False)):
-        added = [tokenizers.AddedToken(word, special=special, normalized=False) for word, found in zip(words, kinds, strict=True) if found == kind]
-        (tokens.add_special_tokens if special else tokens.add_tokens)(added)
-    return tokens
 
 
 def _stops(tokens: Any, ids: list[int | None]) -> tuple[int, ...]:

@@ -114,8 +114,8 @@ class Train(shared.BackboneFlags):
 
         keys, values = head.layers_read, tuple(sorted(set(head.donors)))
         if not (folder / "manifest.json").exists():
-            kv_width = backbone.config.num_kv_heads * backbone.config.head_dim
-            per_token = _BYTES_PER_VALUE * (backbone.config.width + kv_width * (len(keys) + len(values)))
+            config = backbone.config
+            per_token = _BYTES_PER_VALUE * (config.width + sum(config.kv_heads_of(layer) * config.head_dim_of(layer) for layer in (*keys, *values)))
             tokens = sum(min(len(example.tokens), self.config.max_length) for example in examples)
             shared.say(f"features: {per_token:,} bytes a token, {tokens:,} tokens, {per_token * tokens / 1e6:,.1f} MB in {folder}")
             with shared.progress("features") as report:

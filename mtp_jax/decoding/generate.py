@@ -213,8 +213,8 @@ def run(
         return loop.prefill(
             runtime.prefill_module,
             runtime.prefill_params,
-            padded,
-            lengths,
+            jnp.asarray(padded),
+            jnp.asarray(lengths),
             limits,
             row_keys,
             num_slots=num_slots,

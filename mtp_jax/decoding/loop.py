@@ -56,7 +56,6 @@ def context_of(state: DecodeState, backbone_params: Any) -> drafters.Context:
     return drafters.Context(tokens=state.tokens, pending=state.pending, hidden=state.hidden, cache=state.cache, backbone_params=backbone_params)
 
 
-@partial(jax.jit, static_argnames=("backbone", "num_slots", "drafter", "config"))
 def prefill(
     backbone: backbone_lib.Backbone,
     backbone_params: Any,
@@ -71,6 +70,8 @@ def prefill(
 ) -> DecodeState:
     """Run the prompts through the backbone and choose each row's first token.
 
+    Two compiled programs: the expensive one does not depend on the drafter or the rules, so all share it.
+
     Args:
       backbone: module (static); its layout is that of `backbone_params`.
       prompts: token ids, each row padded on the right with any token.
@@ -79,19 +80,46 @@ def prefill(
       row_keys: one random key a row, for sampling.
       num_slots: S; at least every limit + num_draft, which the caller has checked.
     """
-    batch, length = prompts.shape
-    output = backbone.apply({"params": backbone_params}, prompts, cache_lib.empty(backbone.config, batch, num_slots), with_logits=False)
+    cache, hidden, logits = read_prompts(backbone, backbone_params, prompts, prompt_lengths, num_slots=num_slots)
+    return begin(cache, hidden, logits, prompts, limits, row_keys, backbone_params, drafter=drafter, config=config)
+
+
+@partial(jax.jit, static_argnames=("backbone", "num_slots"))
+def read_prompts(
+    backbone: backbone_lib.Backbone, backbone_params: Any, prompts: Int[Array, "B T"], prompt_lengths: Int[Array, " B"], *, num_slots: int
+) -> tuple[cache_lib.Cache, Float[Array, "B D"], Float[Array, "B V"]]:
+    """Cache of the prompts, and hidden state and logits of each row's last token."""
+    output = backbone.apply({"params": backbone_params}, prompts, cache_lib.empty(backbone.config, len(prompts), num_slots), with_logits=False)
     assert isinstance(output, backbone_lib.BackboneOutput)
     hidden = jnp.take_along_axis(output.hidden, (prompt_lengths - 1)[:, None, None], axis=1)  # [B, 1, D]
     logits = backbone.apply({"params": backbone_params}, hidden, method="logits")
     assert isinstance(logits, jax.Array)
-    first = sampling.choose(logits, prompt_lengths[:, None], row_keys, config)[:, 0]
-    tokens = jnp.zeros((batch, num_slots + 1), jnp.int32).at[:, :length].set(prompts)
+    return output.cache.replace(lengths=prompt_lengths), hidden[:, 0], logits[:, 0]
+
+
+@partial(jax.jit, static_argnames=("drafter", "config"), donate_argnames=("cache",))
+def begin(
+    cache: cache_lib.Cache,
+    hidden: Float[Array, "B D"],
+    logits: Float[Array, "B V"],
+    prompts: Int[Array, "B T"],
+    limits: Int[Array, " B"],
+    row_keys: Array,
+    backbone_params: Any,
+    *,
+    drafter: drafters.Drafter | None,
+    config: Rules,
+) -> DecodeState:
+    """Choose each row's first token and allocate the state. The cache is donated."""
+    batch, length = prompts.shape
+    prompt_lengths = cache.lengths
+    first = sampling.choose(logits[:, None], prompt_lengths[:, None], row_keys, config)[:, 0]
+    tokens = jnp.zeros((batch, cache.num_slots + 1), jnp.int32).at[:, :length].set(prompts)
     tokens = tokens.at[jnp.arange(batch), prompt_lengths].set(first)
     stopped = jnp.isin(first, jnp.asarray(config.stop_tokens, jnp.int32)) if config.stop_tokens else jnp.zeros((batch,), bool)
     state = DecodeState(
-        cache=output.cache.replace(lengths=prompt_lengths),
-        hidden=hidden[:, 0],
+        cache=cache,
+        hidden=hidden,
         done=stopped | (prompt_lengths + 1 >= limits),
         drafter_state=(),
         tokens=tokens,

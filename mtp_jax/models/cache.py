@@ -1,4 +1,4 @@
-"""The KV cache: one array per layer, filled by the backbone, read in place by the head.
+"""The KV cache: two arrays for each layer that owns its K/V, filled by the backbone, read in place by the head.
 
 The cache is an argument and a result, never module state: it rides in the decode loop's carry and is rolled back by
 lengths alone. Slot s of a row holds the key and value of that row's token s, so slot and position are the same number.
@@ -19,7 +19,7 @@ from mtp_jax import config as config_lib
 
 
 class Cache(struct.PyTreeNode):
-    """Keys (normed and rotated) and values of every layer."""
+    """Keys (normed and rotated) and values of layers 0..num_kv_layers-1; K and H may differ from layer to layer."""
 
     keys: tuple[Array, ...]  # per layer [B, K, S, H]
     values: tuple[Array, ...]  # per layer [B, K, S, H]
@@ -32,10 +32,10 @@ class Cache(struct.PyTreeNode):
 
 def empty(config: config_lib.BackboneConfig, batch: int, num_slots: int) -> Cache:
     """A cache of zeros with lengths 0."""
-    shape = (batch, config.num_kv_heads, num_slots, config.head_dim)
 
     def zeros() -> tuple[Array, ...]:
-        return tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
+        shapes = [(batch, config.kv_heads_of(layer), num_slots, config.head_dim_of(layer)) for layer in range(config.num_kv_layers)]
+        return tuple(jnp.zeros(shape, config.dtype) for shape in shapes)
 
     return Cache(keys=zeros(), values=zeros(), lengths=jnp.zeros((batch,), jnp.int32))
 

@@ -63,7 +63,8 @@ class Head(nn.Module):
         """Draft one token of each row.
 
         Args:
-          embedded: the backbone's embedding of the newest token of the row (pending, or the previous draft).
+          embedded: row of the backbone's token table for the newest token of the row (pending, or the previous draft),
+            as stored: the backbone's scaling of it is done here.
           hidden: h_p of the backbone (after the final norm) in the first draft step, later the head's own `hidden`.
           keys, values: donor K/V by backbone layer, straight from the cache.
           last_slot: p of each row; the same in every draft step.
@@ -72,15 +73,16 @@ class Head(nn.Module):
         cfg, bb = self.config, self.backbone
         dense = self._dense
         position = last_slot + 1 if cfg.query_position == "pending" else last_slot
+        embedded = backbone_lib.scale_embedding(embedded, bb.embedding_scale)
         x = dense(cfg.width, "pre")(jnp.concatenate([embedded, hidden.astype(embedded.dtype)], axis=-1))
         for index, donor in enumerate(cfg.donors):
             mask = layers.visible(last_slot, keys[donor].shape[2], last_slot + 1, bb.window(donor))
             normed = layers.RMSNorm(cfg.norm_eps, name=f"layers_{index}_attn_norm")(x)
-            q = dense(cfg.num_heads * bb.head_dim, f"layers_{index}_q")(normed).reshape(*x.shape[:2], cfg.num_heads, bb.head_dim)
-            q = layers.rotate(q, position, bb.rope_theta)
-            x = x + dense(cfg.width, f"layers_{index}_o")(layers.attend(q, keys[donor], values[donor], mask))
+            q = self._queries(normed, cfg.num_heads, donor, position, f"layers_{index}_q")
+            mixed = layers.attend(q, keys[donor], values[donor], mask, bb.attention_scale_of(donor), bb.attention_softcap)
+            x = x + dense(cfg.width, f"layers_{index}_o")(mixed)
             normed = layers.RMSNorm(cfg.norm_eps, name=f"layers_{index}_mlp_norm")(x)
-            x = x + layers.GatedMLP(cfg.width, cfg.mlp_width, self.column_blocks, bb.dtype, name=f"layers_{index}_mlp")(normed)
+            x = x + layers.GatedMLP(cfg.width, cfg.mlp_width, self.column_blocks, bb.dtype, bb.activation, name=f"layers_{index}_mlp")(normed)
         n = layers.RMSNorm(cfg.norm_eps, name="norm")(x)
         features = n if cfg.width == cfg.backbone_width else dense(cfg.backbone_width, "out")(n)
         copy, gate = self._point(n, keys, last_slot, position) if cfg.pointer else (None, None)
@@ -95,19 +97,28 @@ class Head(nn.Module):
     def _dense(self, features: int, name: str) -> layers.Dense:
         return layers.Dense(features, self.column_blocks, self.backbone.dtype, name=name)
 
+    def _queries(self, x: Float[Array, "B T W"], heads: int, donor: int, position: Int[Array, "B T"], name: str) -> Float[Array, "B T N H"]:
+        """Queries for the keys of backbone layer `donor`: normed where the backbone's own are, rotated as its are."""
+        bb = self.backbone
+        head_dim = bb.head_dim_of(donor)
+        q = self._dense(heads * head_dim, name)(x).reshape(*x.shape[:2], heads, head_dim)
+        if bb.qk_norm:
+            q = layers.RMSNorm(self.config.norm_eps, name=f"{name}_norm")(q)
+        return layers.rotate(q, position, *bb.rope(donor))
+
     def _point(
         self, n: Float[Array, "B T W"], keys: dict[int, Array], last_slot: Int[Array, "B T"], position: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T S"], Float[Array, "B T"]]:
         """Copy weights over slots and the gate. Scores are the mean over key heads of query · key, so one query a key head is enough."""
         cfg, bb = self.config, self.backbone
-        heads = cfg.pointer_heads * bb.num_kv_heads
         scores = 0.0
         mask = None
         for donor in cfg.pointer_donors:
-            q = self._dense(heads * bb.head_dim, f"pointer_{donor}_q")(n).reshape(*n.shape[:2], heads, bb.head_dim)
-            q = layers.rotate(q, position, bb.rope_theta).reshape(*n.shape[:2], cfg.pointer_heads, bb.num_kv_heads, bb.head_dim)
+            kv_heads = bb.kv_heads_of(donor)
+            q = self._queries(n, cfg.pointer_heads * kv_heads, donor, position, f"pointer_{donor}_q")
+            q = q.reshape(*n.shape[:2], cfg.pointer_heads, kv_heads, -1)
             per_head = jnp.einsum("BTPKH,BKSH->BKPTS", q, keys[donor]).astype(jnp.float32)  # summing over K here as well would copy the keys
-            scores += per_head.mean(axis=1) * bb.head_dim**-0.5
+            scores += per_head.mean(axis=1) * bb.attention_scale_of(donor)
             seen = layers.visible(last_slot, keys[donor].shape[2], last_slot + 1, bb.window(donor))
             mask = seen if mask is None else mask & seen
         assert mask is not None
@@ -207,7 +218,7 @@ def param_shapes(config: config_lib.HeadConfig, backbone: config_lib.BackboneCon
 def init_params(config: config_lib.HeadConfig, backbone: config_lib.BackboneConfig, key: Array) -> dict[str, Any]:
     """Fresh head parameters (plain layout); the key is consumed. Residual outputs start small, so that an untrained head is tame."""
     config.check_fits(backbone)
-    kv = {donor: jnp.zeros((1, backbone.num_kv_heads, 1, backbone.head_dim), backbone.dtype) for donor in config.layers_read}
+    kv = {donor: jnp.zeros((1, backbone.kv_heads_of(donor), 1, backbone.head_dim_of(donor)), backbone.dtype) for donor in config.layers_read}
     row = jnp.zeros((1, 1, backbone.width), backbone.dtype)
     unembedding = jnp.zeros((backbone.width, config.draft_vocab_size), backbone.dtype)
     return jax.jit(Head(config, backbone).init)(key, row, row, kv, kv, jnp.zeros((1, 1), jnp.int32), unembedding)["params"]

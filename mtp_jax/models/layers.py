@@ -3,10 +3,10 @@
 Numbers: norms, softmax and rotary angles are float32; matrix products run in the dtype of the parameters.
 
 Column blocks. In the layout of the decode loop on CPU a kernel [in, out] is stored as [out / c, in, c] (c =
-`COLUMN_BLOCK`), a very wide one as a tuple of such pieces, and kernels with the same input are joined (q, k and v; gate
-and up). XLA's CPU backend then multiplies 2..16 rows at little more than the cost of one, because each block stays in
-the innermost cache, and every row's result is bit-identical whatever the number of rows: on CPU, verification is exact
-to the bit. The same values, another order: `to_column_blocks` converts a parameter tree.
+`COLUMN_BLOCK`), cut into a tuple of pieces, and kernels with the same input are joined (q, k and v; gate and up). XLA's
+CPU backend then multiplies 2..16 rows at little more than the cost of one, because each block stays in the innermost
+cache; the pieces are what keeps a second core busy; and every row's result is bit-identical whatever the number of rows:
+on CPU, verification is exact to the bit. The same values, another order: `to_column_blocks` converts a parameter tree.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax import config as config_lib
+
 COLUMN_BLOCK = 16  # float32 values in one 64-byte cache line
 COLUMN_BLOCK_ROWS = 16  # beyond so many rows the plain layout is faster
 PIECE_COLUMNS = 3072  # widest product whose broadcast input still fits the outer cache
-JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+MIN_PIECES = 10  # XLA's CPU runtime gives work to a second core only when more than eight operations are ready
+SMALL_BYTES = 1 << 20  # smaller kernels stay whole: handing out their pieces would cost more than it gains
+JOINED = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "gate_up": ("gate", "up")}
 
 Kernel = Array | tuple[Array, ...]
 
 
 class Dense(nn.Module):
-    """y = x · kernel, without bias. The kernel is [in, out], or column blocks when `column_blocks`."""
+    """y = x · kernel (+ bias). The kernel is [in, out], or column blocks when `column_blocks`."""
 
     features: int
     column_blocks: bool = False
     dtype: Any = jnp.float32
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
@@ -42,31 +47,49 @@ class Dense(nn.Module):
             kernel = plain(key, (x.shape[-1], self.features), self.dtype)
             return block_kernel(kernel) if self.column_blocks else kernel
 
-        return matmul(x.astype(self.dtype), self.param("kernel", init))
+        product = matmul(x.astype(self.dtype), self.param("kernel", init))
+        return product + self.param("bias", nn.initializers.zeros, (self.features,), self.dtype) if self.bias else product
 
 
 def matmul(x: Float[Array, "*rows in"], kernel: Kernel) -> Float[Array, "*rows out"]:
     """x [..., in] times a kernel in either layout -> [..., out]."""
-    if isinstance(kernel, tuple):
-        return jnp.concatenate([matmul(x, piece) for piece in kernel], axis=-1)
-    if kernel.ndim == 2:
+    if not isinstance(kernel, tuple):
         return x @ kernel
     rows = x.reshape(-1, x.shape[-1])
-    blocks = jnp.broadcast_to(rows, (kernel.shape[0], *rows.shape))
-    product = lax.dot_general(blocks, kernel, (((2,), (1,)), ((0,), (0,))))  # [out/c, rows, c]
-    return product.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
+    products = [block_product(rows, piece) for piece in kernel]
+    return jnp.concatenate(products).swapaxes(0, 1).reshape(*x.shape[:-1], -1)  # from [out/c, rows, c]
 
 
+def block_product(rows: Float[Array, "R in"], piece: Array) -> Array:
+    """[R, in] times one piece [blocks, in, c] of a kernel -> [blocks, R, c].
+
+    A single row is written as multiply and sum: as a dot, XLA generates and compiles code for every piece of every
+    layer, half a minute for a whole model. The barriers keep pieces apart, whose inputs would become one written array.
+    """
+    if len(rows) == 1:
+        rows, piece = lax.optimization_barrier((rows, piece))
+        return lax.optimization_barrier((rows[0][:, None] * piece).sum(axis=1, keepdims=True))
+    return lax.dot_general(jnp.broadcast_to(rows, (len(piece), *rows.shape)), piece, (((2,), (1,)), ((0,), (0,))))
+
+
+@jax.jit  # called kernel by kernel: a few shapes to compile, instead of one program with every layer in it
 def block_kernel(kernel: Float[Array, "in out"]) -> Kernel:
-    """[in, out] -> [out/c, in, c], in pieces where it is wide; unchanged where c does not divide out."""
+    """[in, out] -> pieces [blocks, in, c] that together hold out/c blocks; unchanged where c does not divide out."""
     inputs, outputs = kernel.shape
     if outputs % COLUMN_BLOCK:
         return kernel
     blocks = kernel.reshape(inputs, outputs // COLUMN_BLOCK, COLUMN_BLOCK).swapaxes(0, 1)
-    per_piece = PIECE_COLUMNS // COLUMN_BLOCK
-    if len(blocks) <= per_piece:
-        return blocks
-    return tuple(blocks[start : start + per_piece] for start in range(0, len(blocks), per_piece))
+    size = piece_size(len(blocks), kernel.nbytes)
+    return tuple(blocks[start : start + size] for start in range(0, len(blocks), size))
+
+
+def piece_size(num_blocks: int, num_bytes: int) -> int:
+    """Blocks in each piece of a kernel: all of a small one; of others, where possible, a divisor that gives MIN_PIECES to 2 * MIN_PIECES pieces."""
+    if num_bytes < SMALL_BYTES:
+        return num_blocks
+    most = min(max(num_blocks // MIN_PIECES, 1), PIECE_COLUMNS // COLUMN_BLOCK)
+    even = [size for size in range(most, most // 2, -1) if num_blocks % size == 0]
+    return even[0] if even else most
 
 
 def to_column_blocks(params: dict[str, Any]) -> dict[str, Any]:
@@ -76,18 +99,19 @@ def to_column_blocks(params: dict[str, Any]) -> dict[str, Any]:
         tree = dict(tree)
         for joined, parts in JOINED.items():
             if all(part in tree for part in parts):
-                tree[joined] = {"kernel": jnp.concatenate([tree.pop(part)["kernel"] for part in parts], axis=1)}
+                dense = [tree.pop(part) for part in parts]
+                tree[joined] = {name: jnp.concatenate([part[name] for part in dense], axis=-1) for name in dense[0]}
         return {name: convert(value) if isinstance(value, dict) else (block_kernel(value) if name == "kernel" else value) for name, value in tree.items()}
 
-    return jax.jit(convert)(params)
+    return convert(params)
 
 
-def joined_dense(x: Float[Array, "*rows in"], widths: dict[str, int], column_blocks: bool, dtype: Any) -> list[Float[Array, "*rows out"]]:
+def joined_dense(x: Float[Array, "*rows in"], widths: dict[str, int], column_blocks: bool, dtype: Any, bias: bool = False) -> list[Float[Array, "*rows out"]]:
     """Several products of one input, for use inside a compact module: one Dense each, or one joined Dense in column blocks."""
-    if not column_blocks:
-        return [Dense(width, False, dtype, name=name)(x) for name, width in widths.items()]
+    if not column_blocks or len(widths) == 1:
+        return [Dense(width, column_blocks, dtype, bias, name=name)(x) for name, width in widths.items()]
     (name,) = [joined for joined, parts in JOINED.items() if parts == tuple(widths)]
-    product = Dense(sum(widths.values()), True, dtype, name=name)(x)
+    product = Dense(sum(widths.values()), True, dtype, bias, name=name)(x)
     return jnp.split(product, [sum(list(widths.values())[:i]) for i in range(1, len(widths))], axis=-1)
 
 
@@ -99,33 +123,74 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * scale).astype(x.dtype)
+        return (unit_rms(x, self.epsilon) * scale).astype(x.dtype)
+
+
+def unit_rms(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows D"]:
+    """x / rms(x) over the last axis; float32."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     width: int
     hidden: int
     column_blocks: bool = False
     dtype: Any = jnp.float32
+    activation: config_lib.Activation = "silu"
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = joined_dense(x, {"gate": self.hidden, "up": self.hidden}, self.column_blocks, self.dtype)
-        return Dense(self.width, self.column_blocks, self.dtype, name="down")(nn.silu(gate) * up)
+        gate, up = joined_dense(x, {"gate": self.hidden, "up": self.hidden}, self.column_blocks, self.dtype, self.bias)
+        return Dense(self.width, self.column_blocks, self.dtype, self.bias, name="down")(activate(gate, self.activation) * up)
 
 
-def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T N H"]:
-    """Rotary position embedding, half-split pairs (i, i + H/2); angles in float32. Su et al. 2021."""
+def activate(x: Float[Array, "*any"], activation: config_lib.Activation) -> Float[Array, "*any"]:
+    """SiLU, or GELU in its tanh form."""
+    return nn.silu(x) if activation == "silu" else nn.gelu(x, approximate=True)
+
+
+def softcap(x: Float[Array, "*any"], cap: float | None) -> Float[Array, "*any"]:
+    """cap * tanh(x / cap): near x where small, never beyond ±cap. None leaves x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def rotate(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], theta: float, fraction: float = 1.0, scaling: config_lib.RopeScaling | None = None
+) -> Float[Array, "B T N H"]:
+    """Rotary position embedding, half-split pairs (i, i + H/2); angles in float32. Su et al. 2021.
+
+    Args:
+      x: queries or keys.
+      positions: of each token.
+      theta, fraction, scaling: see `rope_frequencies`.
+    """
     half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = rope_frequencies(half, theta, fraction, scaling)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [B, T, 1, H/2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rope_frequencies(half: int, theta: float, fraction: float = 1.0, scaling: config_lib.RopeScaling | None = None) -> Float[Array, " H/2"]:
+    """Angle per position of each of `half` pairs: theta ** (-i / half), scaled; 0 for all but the first `fraction` of them.
+
+    The exponent counts all pairs, turning or not: with a fraction of 1/4, pair 0 still turns by 1 and pair half/4 by none.
+    """
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is not None and scaling.kind == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling is not None:
+        turns = scaling.original_positions * frequencies / (2 * jnp.pi)  # over the texts of the first training
+        kept = (turns - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
+        kept = jnp.clip(kept, 0.0, 1.0)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    turning = int(fraction * half)
+    return frequencies if turning == half else frequencies * (jnp.arange(half) < turning)
 
 
 def visible(last_slot: Int[Array, "B T"], num_slots: int, query_position: Int[Array, "B T"], window: int | None) -> Bool[Array, "B T S"]:
@@ -145,16 +210,25 @@ def attend(
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T N*H"]:
-    """Grouped-query attention over cached keys and values; scores scaled by H^-1/2, softmax in float32.
+    """Grouped-query attention over cached keys and values; softmax in float32.
 
     A row that may see no slot at all gets zeros, not an average of what it may not see.
+
+    Args:
+      queries, keys, values: normed and rotated as the model wants them.
+      mask: True where a query may look.
+      scale: factor of the scores; None is H^-1/2.
+      cap: soft cap of the scaled scores.
     """
     batch, length, num_heads, head_dim = queries.shape
     num_kv = keys.shape[1]
     grouped = queries.reshape(batch, length, num_kv, num_heads // num_kv, head_dim)
     grouped = jnp.einsum("BTKGH->BKGTH", grouped).reshape(batch, num_kv, -1, head_dim)  # [B, K, G*T, H]
-    scores = jnp.einsum("BKRH,BKSH->BKRS", grouped, keys).astype(jnp.float32) * head_dim**-0.5
+    scores = jnp.einsum("BKRH,BKSH->BKRS", grouped, keys).astype(jnp.float32) * (head_dim**-0.5 if scale is None else scale)
+    scores = softcap(scores, cap)
     scores = scores.reshape(batch, num_kv, -1, length, keys.shape[2])  # [B, K, G, T, S]
     probs = masked_softmax(scores, mask[:, None, None]).astype(values.dtype)
     out = jnp.einsum("BKRS,BKSH->BKRH", probs.reshape(batch, num_kv, -1, keys.shape[2]), values)

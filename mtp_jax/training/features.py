@@ -59,19 +59,19 @@ class FeatureStore:
 
     arrays: Mapping[str, np.ndarray]  # "hidden" [total, D], "keys_L" and "values_L" [total, K * H]
     offsets: np.ndarray  # [sequences + 1]
-    num_kv_heads: int
+    kv_heads: Mapping[int, int]  # K by backbone layer
 
     def batch(self, batch: data.Batch, key_layers: tuple[int, ...], value_layers: tuple[int, ...]) -> Features:
         """Features of a batch in float32, zeros at its padding."""
         return Features(
             hidden=self._gather("hidden", batch),
-            keys={layer: self._heads(f"keys_{layer}", batch) for layer in key_layers},
-            values={layer: self._heads(f"values_{layer}", batch) for layer in value_layers},
+            keys={layer: self._heads("keys", layer, batch) for layer in key_layers},
+            values={layer: self._heads("values", layer, batch) for layer in value_layers},
         )
 
-    def _heads(self, name: str, batch: data.Batch) -> np.ndarray:
-        flat = self._gather(name, batch)
-        return flat.reshape(*flat.shape[:2], self.num_kv_heads, -1).swapaxes(1, 2)
+    def _heads(self, name: str, layer: int, batch: data.Batch) -> np.ndarray:
+        flat = self._gather(f"{name}_{layer}", batch)
+        return flat.reshape(*flat.shape[:2], self.kv_heads[layer], -1).swapaxes(1, 2)
 
     def _gather(self, name: str, batch: data.Batch) -> np.ndarray:
         array = self.arrays[name]
@@ -103,9 +103,10 @@ def build(
     config = backbone.config
     lengths = np.array([min(len(example.tokens), max_length) for example in examples])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    kv_width = config.num_kv_heads * config.head_dim
+    kv_heads = {layer: config.kv_heads_of(layer) for layer in {*key_layers, *value_layers}}
     widths = {"hidden": config.width}
-    widths |= {f"keys_{layer}": kv_width for layer in key_layers} | {f"values_{layer}": kv_width for layer in value_layers}
+    for name, layers in {"keys": key_layers, "values": value_layers}.items():
+        widths |= {f"{name}_{layer}": kv_heads[layer] * config.head_dim_of(layer) for layer in layers}
     arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (int(offsets[-1]), width)) for name, width in widths.items()}
     order = np.argsort(lengths, kind="stable")
     for start in range(0, len(order), batch_size):
@@ -134,10 +135,10 @@ def build(
         "max_length": max_length,
         "dtype": dtype,
         "lengths": lengths.tolist(),
-        "num_kv_heads": config.num_kv_heads,
+        "kv_heads": kv_heads,  # JSON makes the layers strings
     }
     files.write_json(folder / "manifest.json", manifest)
-    return FeatureStore(arrays, offsets, config.num_kv_heads)
+    return FeatureStore(arrays, offsets, kv_heads)
 
 
 def _flatten(kv: Array) -> np.ndarray:
@@ -172,4 +173,7 @@ def open_store(
             raise FeatureError(f"{path}: {name} holds {manifest[name]}, this head reads {list(layers)}")
     names = ["hidden"] + [f"keys_{layer}" for layer in key_layers] + [f"values_{layer}" for layer in value_layers]
     arrays = {name: np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in names}
-    return FeatureStore(arrays, np.concatenate([[0], np.cumsum(manifest["lengths"])]), manifest["num_kv_heads"])
+    old = {layer: manifest.get("num_kv_heads") for layer in manifest["key_layers"]}  # as written before layers could differ
+    heads: dict[Any, Any] = manifest.get("kv_heads") or old
+    kv_heads = {int(layer): count for layer, count in heads.items()}
+    return FeatureStore(arrays, np.concatenate([[0], np.cumsum(manifest["lengths"])]), kv_heads)

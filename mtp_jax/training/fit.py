@@ -122,7 +122,8 @@ def make_frozen(backbone: LoadedBackbone, draft_ids: np.ndarray) -> loss_lib.Fro
     params, config = backbone.params, backbone.config
     table = params["embed"]["embedding"]
     unembedding = table if config.tied_embeddings else params["unembed"]["kernel"].T
-    return loss_lib.Frozen(table=table, unembedding=unembedding, vocab=head_lib.draft_vocab(jnp.asarray(draft_ids), params, config))
+    vocab = head_lib.draft_vocab(jnp.asarray(draft_ids), params, config)
+    return loss_lib.Frozen(table=table, unembedding=unembedding, vocab=vocab, final_softcap=config.final_softcap)
 
 
 def export(

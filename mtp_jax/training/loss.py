@@ -33,6 +33,7 @@ class Frozen(struct.PyTreeNode):
     table: Float[Array, "V D"]  # token embedding
     unembedding: Float[Array, "V D"]  # the same array when tied
     vocab: head_lib.DraftVocab  # plain layout
+    final_softcap: float | None = struct.field(pytree_node=False, default=None)  # of the backbone's logits, which are the labels
 
 
 class Unrolled(struct.PyTreeNode):
@@ -69,10 +70,11 @@ def unroll(head: head_lib.Head, head_params: Any, frozen: Frozen, features: feat
         slot_logits = jnp.where(outside[:, None], -jnp.inf, slot_logits)
         mixture = head_lib.mix(output, slot_logits, followers, rows)
         label = at(final_hidden, k)
+        cap = frozen.final_softcap
         loss = soft_cross_entropy(
             mixture,
-            layers.matmul(label.astype(frozen.table.dtype), frozen.vocab.unembedding).astype(jnp.float32),
-            jnp.einsum("BRD,BSD->BRS", label, slot_rows).astype(jnp.float32),
+            layers.softcap(layers.matmul(label.astype(frozen.table.dtype), frozen.vocab.unembedding).astype(jnp.float32), cap),
+            layers.softcap(jnp.einsum("BRD,BSD->BRS", label, slot_rows).astype(jnp.float32), cap),
             outside,
             head_lib.first_visible(followers, rows),
         )

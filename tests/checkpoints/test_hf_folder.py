@@ -1,14 +1,18 @@
 """Transformers' folders: config rules, shards, tensors."""
 
 import json
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_files
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mtp_jax.checkpoints import errors, hf
+from mtp_jax.config import RopeScaling
+from mtp_jax.models import presets
 
 
 def test_config_is_read_back(tmp_path):
@@ -37,23 +41,115 @@ def test_mistral_without_window_is_a_llama(tmp_path):
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"model_type": "qwen3"}, "model_type='qwen3'"),
+        ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
+        ({"model_type": ["llama"]}, "model_type="),
         ({"model_type": "mistral"}, "'sliding_window' is absent"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"model_type": "mistral", "sliding_window": 4, "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"] * 2}, "layer_types="),
+        ({"model_type": "qwen2"}, "attention_bias=False: only True"),
+        ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias=True"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*needs use_sliding_window"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"model_type": "gemma4_text", "enable_moe_block": True}, "enable_moe_block=True"),
+        ({"model_type": "gemma4_text", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*the last"),
+        (
+            {"model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"], "per_layer_config": {"0": {"head_dim": 4}}},
+            "per_layer_config=",
+        ),
+        ({"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input=4"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers=1"),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*linear"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling=.*yarn"),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling=.*factor"),
         ({"rope_scaling": "llama3"}, "rope_scaling='llama3'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters=.*llama3"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters=.*llama3.*must state 'factor'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters=.*partial_rotary_factor"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types="),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_field(tmp_path, changes, named):
     with pytest.raises(errors.UnsupportedModel, match=f"config.json: .*{named}"):
         hf.read_config(tiny_files.write_hf(tmp_path, **changes))
+
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+
+
+def _config(folder, **values):
+    (folder / "config.json").write_text(json.dumps(values))
+    return hf.read_config(folder)
+
+
+def test_llama_switches(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = hf.read_config(tiny_files.write_hf(tmp_path, attention_bias=True, mlp_bias=True, rope_scaling=scaling))
+    assert config.attention_bias and config.output_bias and config.mlp_bias and config.rope_theta == tiny_files.CONFIG.rope_theta
+    assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8192)
+    config = hf.read_config(tiny_files.write_hf(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}))
+    assert config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+
+
+def test_mistral_and_qwen_windows(tmp_path):
+    config = hf.read_config(tiny_files.write_hf(tmp_path, model_type="mistral", sliding_window=5))
+    assert config.layer_types == ("sliding", "sliding") and config.window(0) == 5
+    config = hf.read_config(tiny_files.write_hf(tmp_path, model_type="qwen2", attention_bias=None, use_sliding_window=True, max_window_layers=1))
+    assert config.layer_types == ("full", "sliding") and config.sliding_window == 4096 and config.attention_bias and not config.output_bias
+    config = hf.read_config(tiny_files.write_hf(tmp_path, model_type="qwen3", sliding_window=5, use_sliding_window=False))
+    assert config.layer_types == ("full", "full") and config.qk_norm
+
+
+def test_short_config_of_gemma_3_4b(tmp_path):
+    """As published: most fields are left to transformers' defaults."""
+    text = dict(model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, sliding_window=1024)
+    config = _config(tmp_path, model_type="gemma3", text_config=text | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}})
+    assert config == presets.gemma3_4b(dtype="float32")
+    config = _config(tmp_path, **text, sliding_window_pattern=2)
+    assert config.layer_types == ("sliding", "full") * 17 and config.rope_scaling is None
+
+
+def test_gemma_4_as_published_and_as_transformers_writes_it(tmp_path):
+    written = json.loads((GOLDEN / "gemma4" / "config.json").read_text())
+    del written["per_layer_config"]
+    published = _config(tmp_path, **written, global_head_dim=8, num_global_key_value_heads=1)
+    assert published == hf.read_config(GOLDEN / "gemma4") and published.full_kv_heads == 1
+    assert _config(tmp_path, **written).full_head_dim == 512  # transformers' default
+    assert _config(tmp_path, **written | {"attention_k_eq_v": False}, global_head_dim=8, num_global_key_value_heads=1).full_kv_heads is None
+    with pytest.raises(errors.CheckpointError, match="rope_theta' is missing"):
+        _config(tmp_path, **written | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1.0}}})
+    with pytest.raises(errors.UnsupportedModel, match="rope_parameters=.*sliding layers"):
+        _config(tmp_path, **written | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}}})
+
+
+@pytest.mark.parametrize(
+    "prefix, head, eyes", [("model.language_model.", "lm_head.", "model.vision_tower."), ("language_model.model.", "language_model.lm_head.", "vision_tower.")]
+)
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_text_model_inside_one_that_sees(tmp_path, prefix, head, eyes, name):
+    """Other towers are skipped, a tied copy is checked, and K/V weights of layers that share are not read."""
+    tensors = {key.replace("model.", prefix, 1): value for key, value in load_file(GOLDEN / name / "model.safetensors").items()}
+    tensors[head + "weight"] = tensors[prefix + "embed_tokens.weight"]
+    tensors[eyes + "patch.weight"] = np.zeros((3, 3), np.float32)
+    if name == "gemma4":
+        tensors[prefix + "layers.4.self_attn.k_proj.weight"] = np.zeros((1, 1), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = _config(tmp_path, model_type=name, text_config=json.loads((GOLDEN / name / "config.json").read_text()), vision_config={})
+    assert config == hf.read_config(GOLDEN / name)
+    params, alone = hf.read_params(tmp_path, config), hf.read_params(GOLDEN / name, config)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, alone))
+
+
+def test_norms_that_add_one_are_stored_so():
+    """Gemma 3 multiplies with 1 + w; Gemma 4 and all others with w."""
+    for name, one in (("gemma3", 1.0), ("gemma4", 0.0)):
+        stored = load_file(GOLDEN / name / "model.safetensors")["model.norm.weight"].astype(np.float32)
+        scale = hf.read_params(GOLDEN / name, hf.read_config(GOLDEN / name))["final_norm"]["scale"]
+        assert scale.dtype == "float32"
+        np.testing.assert_array_equal(scale, stored + one)
 
 
 @pytest.mark.parametrize("changes, named", [({"num_attention_heads": 5}, "num_heads=5"), ({"hidden_size": "8"}, ""), ({"num_attention_heads": 0}, "")])

@@ -9,6 +9,7 @@ import pytest
 import tiny_files
 
 from mtp_jax.checkpoints import catalog, errors, load
+from mtp_jax.decoding import generate
 
 
 @pytest.fixture
@@ -76,6 +77,21 @@ def test_tokenizer_larger_than_the_model(tmp_path):
     folder = tiny_files.write_hf_tokenizer(tiny_files.write_hf(tmp_path, tensors, vocab_size=200))
     with pytest.raises(errors.CheckpointError, match="tokenizer has 265 tokens; the model's vocab_size=200"):
         load.load_backbone(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bf16", "int8", ""])
+def test_wrong_dtype_names_file_field_and_value(tmp_path, folder, dtype):
+    for path, name in ((folder, "config.json"), (tiny_files.write_gguf(tmp_path / "m.gguf"), "m.gguf")):
+        with pytest.raises(errors.CheckpointError, match=f"{name}: dtype='{dtype}': must be float32, bfloat16 or float16"):
+            load.load_backbone(path, dtype=dtype)
+
+
+def test_prompt_of_a_base_model_is_plain_text_after_its_first_token(tmp_path):
+    base = load.load_backbone(tiny_files.write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=None, tokenizer__ggml__add_bos_token=True))
+    assert generate.encode_prompt(base, "hello") == [1, *base.tokenizer.encode("hello")[1:]]
+    assert base.tokenizer.decode(generate.encode_prompt(base, "hello"), skip_special=False) == "<|im_start|>hello"
+    with pytest.raises(errors.CheckpointError, match="m.gguf: has no chat template"):
+        base.tokenizer.apply_chat([{"role": "user", "content": "hello"}])
 
 
 def test_import_stays_light():

@@ -3,6 +3,7 @@
 Needs torch and transformers (`pip install mtp-jax[parity]`); the golden files hold numbers of the same kind for those without.
 """
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="parity with transform
 
 from mtp_jax.checkpoints import catalog, hf, load  # noqa: E402
 from mtp_jax.models import backbone as backbone_lib  # noqa: E402
+from mtp_jax.models import cache  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("make_golden", Path(__file__).resolve().parent.parent / "golden" / "make_golden.py")
 assert _spec is not None and _spec.loader is not None
@@ -33,19 +35,61 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("name", make_golden.MODELS)
-def test_tiny_random_llama(tmp_path, name):
-    fields = make_golden.MODELS[name]
-    model = make_golden.make_model(fields, seed=7)
-    model.save_pretrained(tmp_path, safe_serialization=True)
-    tokens = np.random.default_rng(7).integers(0, fields["vocab_size"], (2, 40))
-    expected = make_golden.run_model(model, tokens)
-    config = hf.read_config(tmp_path)
-    output = jax.jit(backbone_lib.Backbone(config).apply)({"params": hf.read_params(tmp_path, config)}, tokens)
-    np.testing.assert_allclose(output.logits, expected["logits"], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(output.hidden, expected["hidden"], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(np.stack(output.cache.keys), expected["keys"], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(np.stack(output.cache.values), expected["values"], rtol=1e-4, atol=1e-4)
+LENGTH = 15  # three windows
+BLOCKS = (4, 1, 2, 3, 5)  # a prefill and four steps
+
+
+@pytest.fixture(scope="module", params=make_golden.MODELS)
+def pair(request, tmp_path_factory):
+    """A tiny random model of each family, saved by transformers and loaded by us, and a text."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_golden.make_model(request.param, seed=7)
+    model.save_pretrained(folder)
+    config = hf.read_config(folder)
+    tokens = np.random.default_rng(7).integers(0, make_golden.MODELS[request.param][1]["vocab_size"], (2, LENGTH))
+    return model, config, hf.read_params(folder, config), tokens
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    model, _, _, tokens = pair
+    return make_golden.run_model(model, tokens)
+
+
+def assert_same(actual, expected, length=LENGTH):
+    """Logits, final hidden states, keys and values of our output against transformers' first `length` positions."""
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    close(actual.logits[:, :length], expected["logits"])
+    close(actual.hidden[:, :length], expected["hidden"])
+    assert {f"keys_{layer}" for layer in range(len(actual.cache.keys))} == {name for name in expected if name.startswith("keys")}
+    for layer in range(len(actual.cache.keys)):
+        close(actual.cache.keys[layer][:, :, :length], expected[f"keys_{layer}"], err_msg=f"keys of layer {layer}")
+        close(actual.cache.values[layer][:, :, :length], expected[f"values_{layer}"], err_msg=f"values of layer {layer}")
+
+
+@pytest.mark.parametrize("column_blocks", [False, True])
+def test_tiny_random_model(pair, expected, column_blocks):
+    """Of texts shorter than the window, as long, and longer: what comes later in a text changes nothing before."""
+    model, config, params, tokens = pair
+    if column_blocks:
+        params = backbone_lib.to_column_blocks(params, config)
+    output = jax.jit(backbone_lib.Backbone(config, column_blocks).apply)({"params": params}, tokens)
+    assert_same(output, expected)
+    for length in (3, 5):
+        assert_same(output, make_golden.run_model(model, tokens[:, :length]), length)
+
+
+def test_tiny_random_model_in_blocks(pair, expected):
+    """A prefill, then steps of 1, 2, 3 and 5 tokens over the cache."""
+    _, config, params, tokens = pair
+    apply = jax.jit(backbone_lib.Backbone(config).apply)
+    state, outputs, start = cache.empty(config, 2, LENGTH + 3), [], 0
+    for width in BLOCKS:
+        outputs.append(apply({"params": params}, tokens[:, start : start + width], state))
+        start += width
+        state = outputs[-1].cache.replace(lengths=outputs[-1].cache.lengths + width)
+    hidden, logits = (np.concatenate([getattr(output, name) for output in outputs], axis=1) for name in ("hidden", "logits"))
+    assert_same(backbone_lib.BackboneOutput(hidden=hidden, logits=logits, cache=state), expected)
 
 
 @pytest.mark.slow  # real weights, 135 M parameters in float32 twice

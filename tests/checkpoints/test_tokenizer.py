@@ -79,8 +79,8 @@ def test_gguf_bos_only_when_the_file_says_so(tmp_path):
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
-        (errors.UnsupportedModel, {"tokenizer__ggml__pre": "qwen2"}, "tokenizer.ggml.pre='qwen2'"),
-        (errors.UnsupportedModel, {"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model='llama'"),
+        (errors.UnsupportedModel, {"tokenizer__ggml__pre": "falcon"}, "tokenizer.ggml.pre='falcon': only 'smollm' and 'qwen2'"),
+        (errors.UnsupportedModel, {"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model='bert': only 'gpt2' and 'llama'"),
         (errors.CheckpointError, {"tokenizer__ggml__merges": None}, "'tokenizer.ggml.merges' is missing"),
         (errors.DamagedFile, {"tokenizer__ggml__merges": ["h zz"]}, "merges doesn't fit"),
         (errors.DamagedFile, {"tokenizer__ggml__merges": ["h"]}, "merges doesn't fit"),

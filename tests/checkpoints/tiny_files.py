@@ -174,19 +174,50 @@ def gguf_tensors(hf: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarra
     return result
 
 
+def gguf_gemma_tensors() -> dict[str, np.ndarray]:
+    """Random weights under llama.cpp's names for a Gemma 3 of CONFIG's shape: more norms, and nothing permuted."""
+    c, rng = CONFIG, np.random.default_rng(1)
+    tensors = gguf_tensors()
+    for index in range(c.num_layers):
+        layer = f"blk.{index}."
+        sizes = {"attn_q_norm": c.head_dim, "attn_k_norm": c.head_dim, "post_attention_norm": c.width, "post_ffw_norm": c.width}
+        tensors |= {f"{layer}{name}.weight": rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    return tensors
+
+
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
     """As in llama.cpp's convert_hf_to_gguf.py, LlamaModel.permute."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def spm_keys(words: dict[str, tuple[int, float]]) -> dict[str, Any]:
+    """Changes for `write_gguf`: a SentencePiece vocabulary of <unk>, <bos>, <eos>, 256 bytes and `words` (token -> type and score)."""
+    byte_tokens = {f"<0x{byte:02X}>": (6, 0.0) for byte in range(256)}
+    everything = {"<unk>": (2, 0.0), "<bos>": (3, 0.0), "<eos>": (3, 0.0), **byte_tokens, **words}
+    return {
+        "tokenizer__ggml__model": "llama",
+        "tokenizer__ggml__pre": "default",
+        "tokenizer__ggml__merges": None,
+        "tokenizer__ggml__tokens": list(everything),
+        "tokenizer__ggml__token_type": [kind for kind, _ in everything.values()],
+        "tokenizer__ggml__scores": [score for _, score in everything.values()],
+        "tokenizer__ggml__bos_token_id": 1,
+        "tokenizer__ggml__eos_token_id": 2,
+        "tokenizer__ggml__unknown_token_id": 0,
+        "tokenizer__ggml__add_bos_token": True,
+        "tokenizer__ggml__add_space_prefix": False,
+        "tokenizer__chat_template": None,
+    }
+
+
 def write_gguf(path: Path, tensors: dict[str, np.ndarray] | None = None, architecture: str = "llama", **changes: Any) -> Path:
-    """A GGUF file; `changes` go to `gguf_keys`."""
+    """A GGUF file; `changes` go to `gguf_keys`, whose "llama." becomes the architecture's name."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), architecture)
     for key, value in gguf_keys(**changes).items():
         kinds = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-        kinds[type(value)](key, value)
+        kinds[type(value)](key.replace("llama.", f"{architecture}."), value)
     for name, value in (gguf_tensors() if tensors is None else tensors).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()

@@ -179,9 +179,9 @@ def test_second_prompt_of_a_bucket_does_not_trace_again(backbone):
     generate.run(runtime, fakes.prompts(3, 9), decode(max_new_tokens=5))
     first = len(traces)
     assert first > 0
-    before = loop.decode._cache_size(), loop.prefill._cache_size()
+    before = loop.decode._cache_size(), loop.read_prompts._cache_size()
     generate.run(runtime, fakes.prompts(11, 2, seed=6), decode(max_new_tokens=17))
-    assert len(traces) == first and (loop.decode._cache_size(), loop.prefill._cache_size()) == before
+    assert len(traces) == first and (loop.decode._cache_size(), loop.read_prompts._cache_size()) == before
     generate.run(runtime, fakes.prompts(3, 9), decode(max_new_tokens=5, num_draft=2))
     assert len(traces) > first
 
