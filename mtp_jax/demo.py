@@ -75,22 +75,22 @@ give me a name and a number and I will call them myself.""",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(shared.HeadFlags):
+class Demo(shared.DraftFlags):
     """Start here: six prompts answered with and without the head, and what the head gains and costs.
 
     Prints each answer, tokens per step, tokens/s of both, and whether the two outputs are identical."""
 
     max_new_tokens: int = 64
     """Longest answer, in tokens."""
-    num_draft: int = 3
+    num_draft: int = 4
     """Tokens the head drafts per step."""
 
     def run(self) -> dict[str, Any]:
         """Returns what was printed: `prompts` (a list), `summary`, `drafter_bytes` and `seconds`."""
         start = time.perf_counter()
         config = config_lib.DecodeConfig(max_new_tokens=self.max_new_tokens, num_draft=self.num_draft)
-        backbone, head = shared.load_both(self.backbone, self.head)
-        if head is not None and self.num_draft < 1:
+        backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
+        if (head is not None or self.drafter != "mtp") and self.num_draft < 1:
             raise config_lib.ConfigError("num_draft=0: must be at least 1 when there is a head; pass --head none for vanilla decoding")
         import dataclasses
 
@@ -101,19 +101,32 @@ class Demo(shared.HeadFlags):
         ids = [generate_lib.encode_prompt(backbone, text) for _, text in PROMPTS]
         generate_lib.check_prompts(ids, backbone.config, config.max_new_tokens)
         vanilla = generate_lib.make_runtime(backbone)
-        drafted = None if head is None else generate_lib.attach(vanilla, head)
+        drafting = head is not None or self.drafter != "mtp"
+        drafted = generate_lib.attach(vanilla, head, self.drafter) if drafting else None
         size = (drafted or vanilla).drafter_bytes()
-        shared.say(f"{backbone.name} alone, and with {_name(head)}, which adds {size['parameters']:,} bytes of parameters and {size['state']:,} bytes of state")
-        shared.say("compiling (once; not timed) ...")
+        shared.say(
+            f"{backbone.name} alone, and with {self.drafter} drafting ({_name(head)}), "
+            f"which adds {size['parameters']:,} bytes of parameters and {size['state']:,} bytes of state"
+        )
+        shared.say("compiling, half a minute the first time (not timed) ...")
         warmed: set[tuple[int, ...]] = set()
         pairs: list[Pair] = []
         records: list[dict[str, Any]] = []
         for number, (kind, text) in enumerate(PROMPTS):
-            plain, fast = acceptance.side_by_side(vanilla, drafted, [ids[number]], config, warmed, row_numbers=[number], drafted_first=number % 2 == 0)
+            plain, fast = acceptance.side_by_side(
+                vanilla,
+                drafted,
+                [ids[number]],
+                config,
+                warmed,
+                row_numbers=[number],
+                drafted_first=number % 2 == 0,
+                early=lambda result, number=number: _show_text(number, generate_lib.with_text(result, backbone).outputs[0].text),
+            )
             pairs.append(acceptance.make_pair(kind, [number], plain, generate_lib.with_text(fast, backbone)))
             records.append(_record(text, pairs[-1]))
-            _show(number, records[-1])
-        summary = acceptance.summary(pairs, 0 if head is None else self.num_draft)
+            _show_numbers(records[-1])
+        summary = acceptance.summary(pairs, self.num_draft if drafting else 0)
         seconds = time.perf_counter() - start
         shared.say(
             f"\n{summary['identical']} of {summary['prompts']} outputs identical; {summary['tokens_per_step']:.2f} tokens per step; "
@@ -141,9 +154,12 @@ def _record(prompt: str, pair: Pair) -> dict[str, Any]:
     }
 
 
-def _show(number: int, record: dict[str, Any]) -> None:
-    shared.say(f"\n[{number + 1}/{len(PROMPTS)}] {record['kind']}")
-    shared.say(record["text"].strip())
+def _show_text(number: int, text: str) -> None:
+    shared.say(f"\n[{number + 1}/{len(PROMPTS)}] {PROMPTS[number][0]}")
+    shared.say(text.strip())
+
+
+def _show_numbers(record: dict[str, Any]) -> None:
     shared.say(
         f"  {record['tokens']} tokens, {record['tokens_per_step']:.2f} per step; {record['tokens_per_second']:.1f} tokens/s with the head, "
         f"{record['vanilla_tokens_per_second']:.1f} without; {'identical' if record['identical'] else 'DIFFERENT'}"

@@ -15,7 +15,7 @@ from mtp_jax.commands import shared
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(shared.HeadFlags):
+class Evaluate(shared.DraftFlags):
     """Measure a head: tokens per step, acceptance per position, identical outputs, and tokens/s against the backbone alone.
 
     Each prompt is decoded with and without the head in this process; compilation is not timed."""
@@ -39,7 +39,7 @@ class Evaluate(shared.HeadFlags):
     seed: int = 0
     """Of the random numbers, when sampling."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the JSON document to this file."""
+    """Also write the JSON document to this file. A run that is stopped and started again goes on where it was."""
 
     def run(self) -> dict[str, Any]:
         """Returns the JSON document of `evaluation.acceptance.evaluate`."""
@@ -55,14 +55,28 @@ class Evaluate(shared.HeadFlags):
             seed=self.seed,
         )
         prompts = prompts_lib.read(self.prompts, limit=self.limit)
-        backbone, head = shared.load_both(self.backbone, self.head)
+        backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
         from mtp_jax.evaluation import acceptance
 
         shared.say(f"evaluating {len(prompts)} prompts, with and without the head; each new prompt length compiles first")
-        with shared.progress("evaluate") as report:
-            result = acceptance.evaluate(backbone, head, prompts, config, batch_size=self.batch_size, progress=lambda done, total: report(done, total, ""))
+        journal = None
         if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            journal = self.out.with_name(self.out.name + ".partial.jsonl")
+        with shared.progress("evaluate") as report:
+            result = acceptance.evaluate(
+                backbone,
+                head,
+                prompts,
+                config,
+                drafter=self.drafter,
+                batch_size=self.batch_size,
+                journal=journal,
+                progress=lambda done, total: report(done, total, ""),
+            )
+        if self.out is not None and journal is not None:
             files.write_json(self.out, result)
+            journal.unlink()
         show(result)
         return result
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(shared.HeadFlags):
+class Generate(shared.DraftFlags):
     """Answer prompts. The text is exactly what the backbone writes alone; the head only makes it come sooner.
 
     Several prompts are decoded together in one batch. The answers go to stdout, everything else to stderr."""
@@ -50,11 +50,11 @@ class Generate(shared.HeadFlags):
             top_p=self.top_p,
             seed=self.seed,
         )
-        backbone, head = shared.load_both(self.backbone, self.head)
+        backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
         from mtp_jax.decoding import generate as generate_lib
 
         shared.say("compiling, then decoding ...")
-        result = generate_lib.generate(backbone, head, texts, config, warm_up=True)
+        result = generate_lib.generate(backbone, head, texts, config, drafter=self.drafter, warm_up=True)
         for number, output in enumerate(result.outputs):
             if len(texts) > 1:
                 shared.say(f"[{number + 1}/{len(texts)}] {_statistics(output)}")

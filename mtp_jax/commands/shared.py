@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -50,6 +50,15 @@ class HeadFlags(BackboneFlags):
     auto is the head that comes with the package for this backbone."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftFlags(HeadFlags):
+    """Flags of every command that drafts."""
+
+    drafter: Literal["mtp", "prompt_lookup", "hybrid"] = "mtp"
+    """Who drafts: mtp is the head; prompt_lookup copies what followed the last tokens earlier in the text, and needs no head; hybrid copies
+    where at least three tokens match, and lets the head draft elsewhere."""
+
+
 def say(text: str) -> None:
     """One line for people, on stderr."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -61,13 +70,13 @@ def head_name(backbone: str, head: str) -> str | None:
     Raises:
       UsageError: auto, for a backbone without a shipped head.
     """
-    from mtp_jax.checkpoints import catalog
+    from mtp_jax.checkpoints import heads
 
     if head == "none":
         return None
     if head != "auto":
         return head
-    if backbone not in catalog.CATALOG:
+    if f"{backbone}-mtp" not in heads.shipped_heads():
         raise UsageError(f"--head: no head comes with the package for backbone {backbone!r}; pass --head FOLDER, or --head none")
     return f"{backbone}-mtp"
 
@@ -92,14 +101,16 @@ def load_backbone(name: str) -> LoadedBackbone:
     return backbone
 
 
-def load_both(backbone: str, head: str) -> tuple[LoadedBackbone, LoadedHead | None]:
-    """Backbone, and head unless it is "none".
+def load_both(backbone: str, head: str, drafter: str = "mtp") -> tuple[LoadedBackbone, LoadedHead | None]:
+    """Backbone, and head unless it is "none" or the drafter needs none.
 
     Raises:
       UsageError, UnknownName: no such backbone or head.
       CheckpointError: files that can't be used, or a head made for another backbone.
     """
-    chosen = head_name(backbone, head)
+    chosen = None if drafter == "prompt_lookup" else head_name(backbone, head)
+    if chosen is None and drafter == "hybrid":
+        raise UsageError("--drafter hybrid: needs a head; --head none leaves it without one")
     loaded = load_backbone(backbone)
     if chosen is None:
         return loaded, None

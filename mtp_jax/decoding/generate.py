@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
 from mtp_jax.decoding import loop, sampling
-from mtp_jax.drafters import mtp
+from mtp_jax.drafters import hybrid, mtp, prompt_lookup
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
 from mtp_jax.models import layers
@@ -28,6 +28,8 @@ from mtp_jax.models import layers
 if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
 
+DrafterName = Literal["mtp", "prompt_lookup", "hybrid"]
+DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 PROMPT_BUCKET = 64
 SLOT_BUCKET = 128
 
@@ -64,12 +66,13 @@ class Runtime:
         return {"parameters": total(self.drafter_params), "state": total(state)}
 
 
-def make_runtime(backbone: LoadedBackbone, head: LoadedHead | None = None, *, column_blocks: bool | None = None) -> Runtime:
+def make_runtime(backbone: LoadedBackbone, head: LoadedHead | None = None, *, drafter: DrafterName = "mtp", column_blocks: bool | None = None) -> Runtime:
     """Bring parameters into the layouts the loop uses.
 
     Args:
       backbone: as loaded.
-      head: None for vanilla decoding.
+      head: None for vanilla decoding, or for prompt lookup.
+      drafter: see `attach`.
       column_blocks: layout of the loop's parameters; None means yes on CPU, no elsewhere.
     """
     blocked = jax.default_backend() == "cpu" if column_blocks is None else column_blocks
@@ -80,14 +83,30 @@ def make_runtime(backbone: LoadedBackbone, head: LoadedHead | None = None, *, co
         step_module=backbone_lib.Backbone(backbone.config, column_blocks=blocked),
         step_params=step_params,
     )
-    return runtime if head is None else attach(runtime, head)
+    return runtime if head is None and drafter == "mtp" else attach(runtime, head, drafter)
 
 
-def attach(runtime: Runtime, head: LoadedHead) -> Runtime:
-    """The same backbone arrays with an MTP head as drafter."""
+def attach(runtime: Runtime, head: LoadedHead | None, drafter: DrafterName = "mtp") -> Runtime:
+    """The same backbone arrays with a drafter.
+
+    Args:
+      runtime: of the backbone alone, or with another drafter.
+      head: needed by "mtp" and "hybrid".
+      drafter: "mtp" (the head), "prompt_lookup" (nothing trained), or "hybrid" (lookup where the text's end occurred before, else the head).
+
+    Raises:
+      ConfigError: an unknown drafter, or one that needs a head and has none.
+    """
+    if drafter not in DRAFTERS:
+        raise config_lib.ConfigError(f"drafter={drafter!r}: must be one of {', '.join(DRAFTERS)}")
+    if drafter == "prompt_lookup":
+        return dataclasses.replace(runtime, drafter=prompt_lookup.PromptLookup(), drafter_params=None)
+    if head is None:
+        raise config_lib.ConfigError(f"drafter={drafter!r}: needs a head")
     module = head_lib.Head(head.config, runtime.step_module.config, column_blocks=runtime.step_module.column_blocks)
     params = mtp.make_params(module, head.params, jnp.asarray(head.draft_ids), runtime.prefill_params)
-    return dataclasses.replace(runtime, drafter=mtp.MTPDrafter(module), drafter_params=params)
+    drafting = mtp.MTPDrafter(module)
+    return dataclasses.replace(runtime, drafter=drafting if drafter == "mtp" else hybrid.Hybrid(drafting), drafter_params=params)
 
 
 @dataclass(frozen=True)
@@ -133,15 +152,17 @@ def generate(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     config: config_lib.DecodeConfig | None = None,
     *,
+    drafter: DrafterName = "mtp",
     warm_up: bool = False,
 ) -> DecodeResult:
-    """Write what the backbone would write after each prompt, sooner with a head.
+    """Write what the backbone would write after each prompt, sooner with a drafter.
 
     Args:
       backbone: from load_backbone.
-      head: from load_head; None decodes one token a step.
+      head: from load_head; None decodes one token a step, unless the drafter needs no head.
       prompts: user messages (put through the chat template where the tokenizer has one) or lists of token ids.
       config: budget, draft length, stop tokens. Stop tokens left empty mean the tokenizer's.
+      drafter: see `attach`.
       warm_up: compile before timing.
 
     Raises:
@@ -152,7 +173,7 @@ def generate(
     if not config.stop_tokens:
         config = dataclasses.replace(config, stop_tokens=tuple(backbone.tokenizer.stop_tokens))
     ids = [encode_prompt(backbone, prompt) for prompt in prompts]
-    runtime = make_runtime(backbone, head)
+    runtime = make_runtime(backbone, head, drafter=drafter)
     result = run(runtime, ids, config, warm_up=warm_up)
     return with_text(result, backbone)
 

@@ -18,8 +18,11 @@ What the numbers mean (of all prompts, and of each task):
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,6 +30,7 @@ import numpy as np
 
 import mtp_jax
 from mtp_jax import config as config_lib
+from mtp_jax import files
 from mtp_jax.decoding import generate as generate_lib
 from mtp_jax.prompts import Prompt
 from mtp_jax.training import walk
@@ -47,6 +51,7 @@ class Pair:
     drafted: list[generate_lib.Output]
     vanilla_seconds: float  # prefill and decoding
     drafted_seconds: float
+    state_bytes: int = 0  # of the drafter, for this group
 
 
 def evaluate(
@@ -55,17 +60,22 @@ def evaluate(
     prompts: Sequence[Prompt],
     config: config_lib.DecodeConfig,
     *,
+    drafter: generate_lib.DrafterName = "mtp",
     batch_size: int = 1,
+    journal: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Decode every prompt with and without the head, and compare.
 
     Args:
       backbone: as loaded.
-      head: None measures vanilla decoding alone; it then stands in both places.
+      head: None measures vanilla decoding alone, unless the drafter needs no head; it then stands in both places.
       prompts: user messages with the task they are counted under.
       config: budget, num_draft, sampling. Stop tokens left empty mean the tokenizer's.
+      drafter: see `decoding.generate.attach`.
       batch_size: prompts of one task decoded together; a group that is not full is padded by repeating its last row.
+      journal: a JSON-lines file that gets each group as it is done. When it is there from a run that was stopped, with the
+        same settings and prompts, its groups are not decoded again. Removing it afterwards is the caller's.
       progress: called with (prompts done, prompts in all).
 
     Returns:
@@ -75,29 +85,35 @@ def evaluate(
     Raises:
       PromptError: naming the first prompt that is empty or too long, before anything is decoded.
       ConfigError: num_draft = 0 with a head, or batch_size below 1.
+      JournalError: the journal is of a run with other settings.
     """
-    _check(head, config, batch_size)
+    drafting = head is not None or drafter != "mtp"
+    _check(drafting, config, batch_size)
     config = dataclasses.replace(config, stop_tokens=config.stop_tokens or tuple(backbone.tokenizer.stop_tokens))
     ids = [generate_lib.encode_prompt(backbone, prompt.text) for prompt in prompts]
     generate_lib.check_prompts(ids, backbone.config, config.max_new_tokens)
     vanilla = generate_lib.make_runtime(backbone)
-    drafted = None if head is None else generate_lib.attach(vanilla, head)
-    pairs: list[Pair] = []
+    drafted = generate_lib.attach(vanilla, head, drafter) if drafting else None
+    num_draft = config.num_draft if drafting else 0
+    settings = _settings(backbone, head, config, num_draft, batch_size) | {"drafter": drafter if drafting else None}
+    pairs = [] if journal is None else _open_journal(journal, settings | {"prompts": _digest(prompts, backbone, head)})
+    finished = {index for pair in pairs for index in pair.indices}
     warmed: set[tuple[int, ...]] = set()
-    state_bytes, done = 0, 0
     for number, group in enumerate(_groups(prompts, ids, batch_size)):
+        if finished.issuperset(group):
+            continue
         padded = group + group[-1:] * (batch_size - len(group))
         plain, fast = side_by_side(vanilla, drafted, [ids[i] for i in padded], config, warmed, row_numbers=padded, drafted_first=number % 2 == 1)
         pairs.append(make_pair(prompts[group[0]].task, group, plain, fast))
-        state_bytes = max(state_bytes, fast.drafter_bytes["state"])
-        done += len(group)
-        progress(done, len(prompts))
-    num_draft = 0 if head is None else config.num_draft
+        if journal is not None:
+            with open(journal, "a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(pairs[-1])) + "\n")
+        progress(sum(len(pair.indices) for pair in pairs), len(prompts))
     result: dict[str, Any] = {
         "overall": summary(pairs, num_draft),
         "tasks": {task: summary([pair for pair in pairs if pair.task == task], num_draft) for task in dict.fromkeys(p.task for p in prompts)},
-        "drafter_bytes": {"parameters": (drafted or vanilla).drafter_bytes()["parameters"], "state": state_bytes},
-        "settings": _settings(backbone, head, config, num_draft, batch_size),
+        "drafter_bytes": {"parameters": (drafted or vanilla).drafter_bytes()["parameters"], "state": max(pair.state_bytes for pair in pairs)},
+        "settings": settings,
     }
     found = differences(pairs)
     return result | ({"differences": found[:MAX_DIFFERENCES]} if found else {})
@@ -112,10 +128,12 @@ def side_by_side(
     *,
     row_numbers: Sequence[int],
     drafted_first: bool,
+    early: Callable[[generate_lib.DecodeResult], None] = lambda result: None,
 ) -> tuple[generate_lib.DecodeResult, generate_lib.DecodeResult]:
     """(vanilla's result, the head's result) of the same prompts; vanilla's twice when there is no head.
 
     `warmed` holds the shapes that were compiled before; a new one is compiled outside the times, and put in.
+    `early` gets the first of the two results before the second is begun.
     """
 
     def once(runtime: generate_lib.Runtime) -> generate_lib.DecodeResult:
@@ -127,12 +145,13 @@ def side_by_side(
 
     if drafted is None:
         plain = once(vanilla)
+        early(plain)
         return plain, plain
-    if drafted_first:
-        fast = once(drafted)
-        return once(vanilla), fast
-    plain = once(vanilla)
-    return plain, once(drafted)
+    order = (drafted, vanilla) if drafted_first else (vanilla, drafted)
+    first = once(order[0])
+    early(first)
+    second = once(order[1])
+    return (second, first) if drafted_first else (first, second)
 
 
 def make_pair(task: str, indices: Sequence[int], vanilla: generate_lib.DecodeResult, drafted: generate_lib.DecodeResult) -> Pair:
@@ -144,6 +163,7 @@ def make_pair(task: str, indices: Sequence[int], vanilla: generate_lib.DecodeRes
         drafted=drafted.outputs[: len(indices)],
         vanilla_seconds=vanilla.prefill_seconds + vanilla.decode_seconds,
         drafted_seconds=drafted.prefill_seconds + drafted.decode_seconds,
+        state_bytes=drafted.drafter_bytes["state"],
     )
 
 
@@ -178,8 +198,39 @@ def differences(pairs: Sequence[Pair]) -> list[dict[str, int]]:
     return sorted(found, key=lambda item: item["prompt"])
 
 
-def _check(head: LoadedHead | None, config: config_lib.DecodeConfig, batch_size: int) -> None:
-    if head is not None and config.num_draft < 1:
+class JournalError(ValueError):
+    """A journal does not belong to this run."""
+
+
+def _open_journal(path: Path, settings: dict[str, Any]) -> list[Pair]:
+    """Pairs of the run that this one continues; a new journal is begun with its settings."""
+    lines = files.whole_lines(path)
+    if not lines:
+        files.write_text(path, json.dumps(settings) + "\n")
+        return []
+    before = json.loads(lines[0])
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise JournalError(f"{path}: is of a run with {name}={before.get(name)!r}, this one has {value!r}; delete it or choose another --out")
+    files.write_text(path, "".join(line + "\n" for line in lines))  # drops a line that a crash cut off
+
+    def pair(values: dict[str, Any]) -> Pair:
+        return Pair(**values | {side: [generate_lib.Output(**output) for output in values[side]] for side in ("vanilla", "drafted")})
+
+    return [pair(json.loads(line)) for line in lines[1:]]
+
+
+def _digest(prompts: Sequence[Prompt], backbone: LoadedBackbone, head: LoadedHead | None) -> str:
+    """16 hex digits of everything that the settings only name: prompts, backbone and head."""
+    digest = hashlib.sha256("\0".join(f"{prompt.task}\1{prompt.text}" for prompt in prompts).encode())
+    digest.update(backbone.fingerprint.encode())
+    for leaf in jax.tree.leaves(head.params if head is not None else ()):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _check(drafting: bool, config: config_lib.DecodeConfig, batch_size: int) -> None:
+    if drafting and config.num_draft < 1:
         raise config_lib.ConfigError(f"num_draft={config.num_draft}: must be at least 1 when there is a head; leave the head out for vanilla decoding")
     if batch_size < 1:
         raise config_lib.ConfigError(f"batch_size={batch_size}: must be at least 1")

@@ -75,7 +75,7 @@ def train_step(
     updates, opt_state = make_optimizer(config).update(gradients, state.opt_state, state.head_params)
     head_params = optax.apply_updates(state.head_params, updates)
     new = TrainState(step=state.step + 1, head_params=head_params, opt_state=opt_state)
-    return new, Metrics(loss=loss, accept=accept, grad_norm=optax.global_norm(gradients))
+    return new, Metrics(loss=loss, accept=accept, grad_norm=optax.tree.norm(gradients))
 
 
 def init_state(head: head_lib.Head, config: config_lib.TrainConfig) -> TrainState:

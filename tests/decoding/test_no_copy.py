@@ -14,6 +14,7 @@ from jax import lax
 
 from mtp_jax import config as config_lib
 from mtp_jax.decoding import generate, loop, sampling
+from mtp_jax.drafters import hybrid, prompt_lookup
 from mtp_jax.models import cache
 
 S = 384
@@ -91,14 +92,15 @@ def compiled_decode(runtime, drafter, batch, num_draft):
             runtime.prefill_module, runtime.prefill_params, prompts, lengths, limits, keys, num_slots=S, drafter=drafter, config=rules(num_draft)
         )
     )
-    params = runtime.drafter_params if drafter is not None else None
+    params = None if drafter is None or isinstance(drafter, prompt_lookup.PromptLookup) else runtime.drafter_params
     return loop.decode.lower(runtime.step_module, drafter, runtime.step_params, params, state, limits, keys, config=rules(num_draft)).compile().as_text()
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["vanilla", "head"])
+@pytest.mark.parametrize("kind", ["vanilla", "head", "prompt lookup", "hybrid"])
 def test_no_decode_step_copies_a_layers_cache(runtime, kind, batch):
-    program = compiled_decode(runtime, runtime.drafter if kind == "head" else None, batch, 3 if kind == "head" else 0)
+    drafter = {"vanilla": None, "head": runtime.drafter, "prompt lookup": prompt_lookup.PromptLookup(), "hybrid": hybrid.Hybrid(runtime.drafter)}[kind]
+    program = compiled_decode(runtime, drafter, batch, 0 if drafter is None else 3)
     size = int(np.prod(SHAPE[batch]))
     assert full_size_writes(program, size) == []
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", program)

@@ -114,6 +114,28 @@ def test_nothing_is_decoded_when_a_prompt_or_setting_is_wrong(pair, scripted):
     assert scripted == []
 
 
+def test_a_stopped_run_goes_on_from_its_journal(pair, scripted, tmp_path):
+    journal = tmp_path / "out.json.partial.jsonl"
+    whole = acceptance.evaluate(*pair, PROMPTS, CONFIG)
+    scripted.clear()
+
+    def stop(done, total):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        acceptance.evaluate(*pair, PROMPTS, CONFIG, journal=journal, progress=stop)
+    with open(journal, "a") as file:
+        file.write('{"task": "a", "indi')  # as a crash leaves it
+    assert len(scripted) == 6
+    assert acceptance.evaluate(*pair, PROMPTS, CONFIG, journal=journal) == whole
+    assert [numbers for _, _, numbers in scripted[6:]] == [[1], [1], [2], [2]]
+    with pytest.raises(acceptance.JournalError, match=r"is of a run with num_draft=\d+, this one has 1"):
+        acceptance.evaluate(*pair, PROMPTS, dataclasses.replace(CONFIG, num_draft=1), journal=journal)
+    with pytest.raises(acceptance.JournalError, match="prompts="):
+        acceptance.evaluate(*pair, PROMPTS[:4], CONFIG, journal=journal)
+
+
 def test_without_a_head(pair, scripted):
     result = acceptance.evaluate(pair[0], None, PROMPTS, CONFIG)
     assert [name for name, _, _ in scripted] == ["vanilla"] * 5

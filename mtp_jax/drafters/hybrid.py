@@ -1,0 +1,40 @@
+"""Prompt lookup where the text's end occurred before, the MTP head elsewhere. Both are stateless, so this is too.
+
+Copying is most of what proofreading and rewriting do, and a long match is better evidence of it than any head has; the
+head drafts the rest. When every row of a step has a match, the head does not run at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from mtp_jax import drafters
+from mtp_jax.drafters import mtp, prompt_lookup
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Chooses row by row, by the length of the match."""
+
+    head: mtp.MTPDrafter
+    min_match: int = 3  # tokens that must have occurred before in this order for the lookup to be preferred
+
+    def init(self, context: drafters.Context) -> tuple[()]:
+        return ()
+
+    def draft(self, params: mtp.Params, state: tuple[()], context: drafters.Context, num_draft: int) -> tuple[Int[Array, "B M"], tuple[()]]:
+        copied, found = prompt_lookup.lookup(context.tokens, context.cache.lengths, self.min_match, num_draft)
+        use = found >= self.min_match
+
+        def mixed() -> Int[Array, "B M"]:
+            drafted, _ = self.head.draft(params, state, context, num_draft)
+            return jnp.where(use[:, None], copied, drafted)
+
+        return lax.cond(use.all(), lambda: copied, mixed), state
+
+    def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
+        return state
