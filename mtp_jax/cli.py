@@ -19,7 +19,7 @@ import tyro
 from mtp_jax import config as config_lib
 from mtp_jax import demo
 from mtp_jax.checkpoints import errors
-from mtp_jax.commands import evaluate, generate, rollout, shared, train
+from mtp_jax.commands import evaluate, export, generate, rollout, shared, train
 
 Command = (
     Annotated[demo.Demo, tyro.conf.subcommand("demo")]
@@ -27,9 +27,11 @@ Command = (
     | Annotated[train.Train, tyro.conf.subcommand("train")]
     | Annotated[generate.Generate, tyro.conf.subcommand("generate")]
     | Annotated[evaluate.Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[export.Export, tyro.conf.subcommand("export")]
 )
 DESCRIPTION = """Faster text from a frozen language model: a light head drafts a few tokens, the model checks them in one pass and keeps those it would
-have written itself. See it with `mtp-jax demo`; make your own head with `rollout`, then `train`; use it with `generate`; measure it with `evaluate`."""
+have written itself. See it with `mtp-jax demo`; make your own head with `rollout`, then `train`; use it with `generate`; measure it with `evaluate`;
+hand it on with `export`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

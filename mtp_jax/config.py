@@ -14,7 +14,8 @@ Every field is checked when the dataclass is made; the error names the field, th
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 LayerType = Literal["full", "sliding"]
@@ -215,18 +216,24 @@ _ALWAYS_IN_IDENTITY = frozenset(
 )
 
 
+_LATER = {"omit": True}  # of a field that files leave out while it has its default, so that older files and new ones are the same
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     """Shape and switches of an MTP head. Everything else it needs comes from the backbone it reads.
 
     `donors` names, for each head layer, the backbone layer whose keys and values it attends to.
+
+    The last block of fields tells the form of Gemma 4's assistants from the light form, which is the default. Draft entry c
+    is token draft_ids[c]; with "centroids", entries lie cluster by cluster, draft_vocab_size / num_centroids to each.
     """
 
     donors: tuple[int, ...]  # one backbone layer index per head layer
     width: int  # W
     mlp_width: int
     num_heads: int  # query heads of the head's own attention; a multiple of the donor's num_kv_heads
-    draft_vocab_size: int  # C: rows of the backbone's unembedding that the head scores
+    draft_vocab_size: int  # C: tokens the head scores
     backbone_width: int  # D; with the next two, the shape this head fits
     backbone_vocab_size: int
     backbone_layers: int
@@ -235,6 +242,13 @@ class HeadConfig:
     pointer_donors: tuple[int, ...] = ()  # backbone layers whose keys the pointer scores; empty means the last of `donors`
     pointer_heads: int = 1  # P: independent pointers, mixed by the gate
     norm_eps: float = 1e-5
+
+    norms: Literal["pre", "sandwich"] = field(default="pre", metadata=_LATER)  # "sandwich": after attention and MLP too, before each is added
+    layer_scalars: bool = field(default=False, metadata=_LATER)  # each layer's output is multiplied with a learnt number
+    # Rows that logits come from: the backbone's unembedding, the head's own table [C, W], or that table's best clusters.
+    output: Literal["backbone", "own", "centroids"] = field(default="backbone", metadata=_LATER)
+    num_centroids: int = field(default=0, metadata=_LATER)  # clusters of the table; this and the next: "centroids" only
+    top_centroids: int = field(default=0, metadata=_LATER)  # clusters whose tokens are scored
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "donors", tuple(self.donors))
@@ -255,6 +269,19 @@ class HeadConfig:
             f"must not exceed the backbone's vocabulary of {self.backbone_vocab_size}",
         )
         _require(self.query_position in ("pending", "last"), "query_position", self.query_position, "must be 'pending' (p+1) or 'last' (p)")
+        _require(self.norms in ("pre", "sandwich"), "norms", self.norms, "must be 'pre' or 'sandwich'")
+        self._check_output()
+
+    def _check_output(self) -> None:
+        _require(self.output in ("backbone", "own", "centroids"), "output", self.output, "must be 'backbone', 'own' or 'centroids'")
+        _require(not self.pointer or self.output == "backbone", "pointer", self.pointer, f"must be off with output={self.output!r}")
+        if self.output != "centroids":
+            for name in ("num_centroids", "top_centroids"):
+                _require(getattr(self, name) == 0, name, getattr(self, name), f"must be 0 with output={self.output!r}")
+            return
+        _require_positive(self, "num_centroids", "top_centroids")
+        _require(self.draft_vocab_size % self.num_centroids == 0, "num_centroids", self.num_centroids, f"must divide draft_vocab_size={self.draft_vocab_size}")
+        _require(self.top_centroids <= self.num_centroids, "top_centroids", self.top_centroids, f"must not exceed num_centroids={self.num_centroids}")
 
     @property
     def num_layers(self) -> int:
@@ -301,6 +328,28 @@ def head_config_for(backbone: BackboneConfig, **changes: Any) -> HeadConfig:
     config = HeadConfig(**(defaults | changes))
     config.check_fits(backbone)
     return config
+
+
+def assistant_head_config_for(backbone: BackboneConfig, width: int = 256, **changes: Any) -> HeadConfig:
+    """A head in the form of Gemma 4's assistants: three layers on the last sliding layer and one on the last full layer that own
+    their K/V (all four on one where the backbone has one type), sandwich norms, layer scalars, its own table over all tokens."""
+    kinds: tuple[LayerType, ...] = ("sliding", "sliding", "sliding", "full")
+    present = set(backbone.layer_types)
+    donors = tuple(backbone.donor(kind if kind in present else min(present)) for kind in kinds)
+    chosen = changes.get("donors", donors)
+    heads = math.lcm(*(backbone.kv_heads_of(donor) for donor in chosen if 0 <= donor < backbone.num_layers))
+    defaults: dict[str, Any] = dict(
+        donors=donors,
+        width=width,
+        mlp_width=8 * width,
+        num_heads=heads * -(-4 // heads),
+        draft_vocab_size=backbone.vocab_size,
+        pointer=False,
+        norms="sandwich",
+        layer_scalars=True,
+        output="own",
+    )
+    return head_config_for(backbone, **(defaults | changes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +409,8 @@ class TrainConfig:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain JSON-ready dict of a config dataclass."""
-    return dataclasses.asdict(config)
+    omitted = {f.name for f in dataclasses.fields(config) if f.metadata.get("omit") and getattr(config, f.name) == f.default}
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in omitted}
 
 
 def from_dict(kind: type, values: dict[str, Any], *, where: str) -> Any:
@@ -386,6 +436,7 @@ __all__ = [
     "Rope",
     "RopeScaling",
     "TrainConfig",
+    "assistant_head_config_for",
     "from_dict",
     "head_config_for",
     "to_dict",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,25 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Replace `path` by indented JSON."""
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_folder(path: str | Path, contents: Mapping[str, bytes]) -> None:
+    """Make the folder `path` with these files, whole or not at all. FileExistsError when something is there already."""
+    path = Path(path)
+    if path.exists() or path.is_symlink():
+        raise FileExistsError(errno.EEXIST, "exists already; choose another folder", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        for name, data in contents.items():
+            with open(temporary / name, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def whole_lines(path: str | Path) -> list[str]:

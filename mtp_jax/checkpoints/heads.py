@@ -1,5 +1,7 @@
 """Trained MTP heads on disk: a folder with head.safetensors (parameters and draft vocabulary) and head.json (everything else).
 
+Folders in the layout of Gemma 4's assistants load as heads, too; see assistant.py.
+
 head.json is written last and holds the SHA-256 of head.safetensors, so a folder that was cut short, or whose two files
 don't belong together, is refused rather than read. A head only makes sense on the backbone it was trained on; its
 fingerprint is in head.json and is compared on loading.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,19 +60,9 @@ def save_head(folder: str | Path, head: LoadedHead, *, dtype: str = "float32") -
     Raises:
       CheckpointError: the dtype is none of the three, a parameter isn't finite in it, or draft_ids doesn't fit the config.
     """
-    from safetensors.numpy import save
-
-    if dtype not in _DTYPES:
-        raise errors.CheckpointError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
     folder = Path(folder)
     _check_draft_ids(head.draft_ids, head.config, str(folder / TENSORS))
-    tensors: dict[str, np.ndarray] = {}
-    for name, value in flatten(head.params).items():
-        with np.errstate(over="ignore"):  # refused in the next line
-            tensors[name] = np.ascontiguousarray(np.asarray(value).astype(jnp.dtype(dtype)))
-        if not np.isfinite(tensors[name].astype(np.float32)).all():
-            raise errors.CheckpointError(f"{folder / TENSORS}: tensor {name!r} has values that aren't finite in {dtype}; not written")
-    data = save(tensors | {"draft_ids": np.ascontiguousarray(head.draft_ids, dtype=np.int32)})
+    data = serialise(flatten(head.params) | {"draft_ids": head.draft_ids}, dtype, str(folder / TENSORS))
     record = {
         "format": FORMAT,
         "name": head.name,
@@ -86,12 +79,35 @@ def save_head(folder: str | Path, head: LoadedHead, *, dtype: str = "float32") -
     return folder
 
 
+def serialise(tensors: Mapping[str, Any], dtype: str, where: str, metadata: dict[str, str] | None = None) -> bytes:
+    """Bytes of a safetensors file with floating-point tensors stored in `dtype` and integers as they are.
+
+    Raises:
+      CheckpointError: the dtype is none of the three, or a value isn't finite in it.
+    """
+    from safetensors.numpy import save
+
+    if dtype not in _DTYPES:
+        raise errors.CheckpointError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
+    stored: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        array = np.asarray(value)
+        if not np.issubdtype(array.dtype, np.integer):
+            with np.errstate(over="ignore"):  # refused in the next line
+                array = array.astype(jnp.dtype(dtype))
+            if not np.isfinite(array.astype(np.float32)).all():
+                raise errors.CheckpointError(f"{where}: tensor {name!r} has values that aren't finite in {dtype}; not written")
+        stored[name] = np.ascontiguousarray(array)
+    return save(stored, metadata)
+
+
 def load_head(name_or_path: str | Path, backbone: LoadedBackbone, *, any_backbone: bool = False) -> LoadedHead:
     """Read a head for `backbone`.
 
     Args:
       name_or_path: a folder with head.json, a training run's folder (its `head/`, or the folder that its latest.json
-        names under "folder"), or the name of a head that comes with the package.
+        names under "folder"), a folder in transformers' `gemma4_assistant` layout, or the name of a head that comes with
+        the package.
       backbone: what it will read. Shapes must fit always.
       any_backbone: True accepts a head trained on another backbone of the same shape: output stays exact, drafts get worse.
 
@@ -102,7 +118,11 @@ def load_head(name_or_path: str | Path, backbone: LoadedBackbone, *, any_backbon
       CheckpointError: another format, another backbone, or impossible draft_ids.
       ConfigError: the config is impossible, or doesn't fit the backbone's shape.
     """
+    from mtp_jax.checkpoints import assistant
+
     folder = _locate(name_or_path)
+    if not (folder / RECORD).is_file():
+        return assistant.read(folder, backbone, any_backbone=any_backbone)
     path = folder / RECORD
     record = read_json(path)
     if record.get("format") != FORMAT:
@@ -148,6 +168,8 @@ def shipped_heads() -> list[str]:
 
 
 def _locate(name_or_path: str | Path) -> Path:
+    from mtp_jax.checkpoints import assistant
+
     text, path = str(name_or_path), Path(name_or_path).expanduser()
     if text in shipped_heads():
         return SHIPPED / text
@@ -161,10 +183,12 @@ def _locate(name_or_path: str | Path) -> Path:
     for candidate in candidates:
         if (candidate / RECORD).is_file():
             return candidate
+    if assistant.is_assistant(path):
+        return path
     problem = f"holds no {RECORD}" if path.exists() else "doesn't exist"
     raise errors.UnknownName(
-        f"head {text!r} {problem}: give a folder that holds {RECORD} and {TENSORS}, a training run's folder, or a head that comes with the package "
-        f"({', '.join(shipped_heads()) or 'there is none'})"
+        f"head {text!r} {problem}: give a folder that holds {RECORD} and {TENSORS}, a training run's folder, a Gemma 4 assistant's folder, "
+        f"or a head that comes with the package ({', '.join(shipped_heads()) or 'there is none'})"
     )
 
 
@@ -221,4 +245,4 @@ def _write(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-__all__ = ["FORMAT", "LoadedHead", "flatten", "load_head", "save_head", "shipped_heads", "unflatten"]
+__all__ = ["FORMAT", "LoadedHead", "flatten", "load_head", "save_head", "serialise", "shipped_heads", "unflatten"]

@@ -39,20 +39,24 @@ class Train(shared.BackboneFlags):
     init: Annotated[str | None, tyro.conf.arg(metavar="HEAD")] = None
     """Start from this head (a folder, or a shipped name) and its draft vocabulary, and go on training it. Its shape replaces the flags below."""
 
+    form: Literal["light", "assistant"] = "light"
+    """Form of the head. light: as few layers as you name, the backbone's unembedding, a pointer. assistant: that of Gemma 4's assistants, which
+    `mtp-jax export` writes for transformers: four layers 256 wide, more norms, its own table over all tokens, no pointer. Flags below change it."""
     donors: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...", help_behavior_hint="")] = ()
     """Backbone layers whose keys and values the head attends to, one per head layer. Default: one head layer on the last full-attention layer."""
     width: Annotated[int | None, shared.Unset] = None
-    """Width of the head. Default: the backbone's."""
+    """Width of the head. Default: the backbone's; with --form assistant 256."""
     mlp_width: Annotated[int | None, shared.Unset] = None
-    """Width of the head's MLP. Default: the backbone's."""
+    """Width of the head's MLP. Default: the backbone's; with --form assistant eight times --width."""
     num_heads: Annotated[int | None, shared.Unset] = None
-    """Query heads of the head's attention, a multiple of the backbone's key heads. Default: the backbone's."""
+    """Query heads of the head's attention, a multiple of the backbone's key heads. Default: the backbone's; with --form assistant the least
+    multiple from 4 up."""
     draft_vocab_size: Annotated[int | None, shared.Unset] = None
-    """Tokens the head can draft: the most frequent ones of the rollouts. Default: 8192."""
+    """Tokens the head can draft: the most frequent ones of the rollouts. Default: 8192; with --form assistant all."""
     query_position: Literal["pending", "last"] = "pending"
     """Position of the head's queries: that of the pending token, or of the last one in the cache."""
     pointer: bool = True
-    """Let the head copy tokens from the text as well."""
+    """Let the head copy tokens from the text as well (--form light only)."""
     pointer_donors: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...", help_behavior_hint="")] = ()
     """Backbone layers whose keys the pointer reads. Default: the last of --donors."""
     pointer_heads: int = 1
@@ -94,14 +98,20 @@ class Train(shared.BackboneFlags):
 
     def head_config(self, backbone: config_lib.BackboneConfig) -> config_lib.HeadConfig:
         """The head these flags describe; what is left out comes from the backbone."""
-        chosen: dict[str, Any] = {"query_position": self.query_position, "pointer": self.pointer, "pointer_heads": self.pointer_heads}
+        chosen: dict[str, Any] = {"query_position": self.query_position}
         for name in ("donors", "width", "mlp_width", "num_heads", "draft_vocab_size", "pointer_donors"):
             value = getattr(self, name)
             if value is not None and value != ():
                 chosen[name] = value
+        if self.form == "assistant":
+            return config_lib.assistant_head_config_for(backbone, **chosen)
+        chosen |= {"pointer": self.pointer, "pointer_heads": self.pointer_heads}
         return config_lib.head_config_for(backbone, **chosen)
 
     def _check(self) -> None:
+        if self.form == "assistant" and (self.pointer_donors or self.pointer_heads != 1):
+            flag = "--pointer-donors" if self.pointer_donors else "--pointer-heads"
+            raise shared.UsageError(f"{flag}: --form assistant has no pointer")
         if not self.rollouts:
             raise shared.UsageError("--rollouts: give at least one file")
         if self.held_out < 0:

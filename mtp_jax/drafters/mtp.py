@@ -59,7 +59,8 @@ class MTPDrafter:
 
 
 def make_params(head: head_lib.Head, head_params: dict[str, Any], draft_ids: Array, backbone_params: dict[str, Any]) -> Params:
-    """Bring a head's stored parameters (plain layout) into the layout of `head`, and cut the draft rows of the unembedding.
+    """Bring a head's stored parameters (plain layout) into the layout of `head`, and cut the draft rows of the unembedding
+    where the head has no table of its own.
 
     Args:
       head: module whose `column_blocks` gives the layout wanted.
@@ -67,5 +68,6 @@ def make_params(head: head_lib.Head, head_params: dict[str, Any], draft_ids: Arr
       draft_ids: token id of each draft entry [C].
       backbone_params: of the frozen backbone, in the plain layout.
     """
-    vocab = head_lib.draft_vocab(jnp.asarray(draft_ids, jnp.int32), backbone_params, head.backbone, column_blocks=head.column_blocks)
+    with_rows = head.config.output == "backbone"
+    vocab = head_lib.draft_vocab(jnp.asarray(draft_ids, jnp.int32), backbone_params, head.backbone, column_blocks=head.column_blocks, with_rows=with_rows)
     return Params(head=layers.to_column_blocks(head_params) if head.column_blocks else head_params, vocab=vocab)

@@ -1,7 +1,7 @@
 """The MTP head: a light Transformer that reads the backbone's hidden state and, by queries alone, its KV cache.
 
-It has no key or value projections, no cache, no prefill and no token table of its own. One draft step of a row whose
-slots 0..p are valid, with pending token x_{p+1}:
+It has no key or value projections, no cache and no prefill. One draft step of a row whose slots 0..p are valid, with
+pending token x_{p+1}:
 
     u   = pre [embed(token); hidden]            token: pending, then the previous draft; hidden: h_p, then the head's own
     u   = layer(u), queries at position p+1 over slots 0..p of the donor layer's K/V, for each head layer
@@ -12,8 +12,13 @@ With `pointer`, a second query-only attention over donor keys weighs the slots, 
 token that followed it, x_{s+1}: q = (1 - g) softmax(logits) + g copy, with the gate g = sigmoid(w · n + b). A copied
 token need not be in the draft vocabulary, so rare words and names of the text can be drafted with a small one.
 
+The form of Gemma 4's assistants is the same with a norm after attention and MLP too, a learnt number that scales each
+layer's output, and logits = n · own table (`output="own"`). With "centroids" the table lies in clusters of equal size:
+n · centroids ranks them, and only the tokens of the best are scored; all others get the least of those scores minus 1.
+
 The same module serves training, where T rows of a sequence are drafted in parallel (row i sees slots 0..i), and
-decoding, where T = 1. Sources: the query-only head of the Gemma 4 assistants; pointer mixture after See et al. 2017.
+decoding, where T = 1. Sources: the query-only head of the Gemma 4 assistants, whose computation is that of transformers
+5.24; pointer mixture after See et al. 2017.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax import config as config_lib
@@ -38,7 +44,7 @@ class HeadOutput(struct.PyTreeNode):
 
     logits: Float[Array, "B T C"]  # float32, over the draft vocabulary
     hidden: Float[Array, "B T D"]  # recurrent: input of the next draft step
-    features: Float[Array, "B T D"]  # what the unembedding rows are multiplied with
+    features: Float[Array, "B T D"]  # what the table's rows are multiplied with; W wide where the table is the head's own
     copy: Float[Array, "B T S"] | None  # float32 pointer weight of each slot, sums to 1 over visible slots
     gate: Float[Array, "B T"] | None  # float32 share of the copy distribution
 
@@ -68,7 +74,8 @@ class Head(nn.Module):
           hidden: h_p of the backbone (after the final norm) in the first draft step, later the head's own `hidden`.
           keys, values: donor K/V by backbone layer, straight from the cache.
           last_slot: p of each row; the same in every draft step.
-          unembedding: the backbone's unembedding cut to the draft vocabulary, [D, C] or column blocks.
+          unembedding: the backbone's unembedding cut to the draft vocabulary, [D, C] or column blocks; not looked at
+            when the head has its own table.
         """
         cfg, bb = self.config, self.backbone
         dense = self._dense
@@ -76,23 +83,43 @@ class Head(nn.Module):
         embedded = backbone_lib.scale_embedding(embedded, bb.embedding_scale)
         x = dense(cfg.width, "pre")(jnp.concatenate([embedded, hidden.astype(embedded.dtype)], axis=-1))
         for index, donor in enumerate(cfg.donors):
-            mask = layers.visible(last_slot, keys[donor].shape[2], last_slot + 1, bb.window(donor))
-            normed = layers.RMSNorm(cfg.norm_eps, name=f"layers_{index}_attn_norm")(x)
-            q = self._queries(normed, cfg.num_heads, donor, position, f"layers_{index}_q")
-            mixed = layers.attend(q, keys[donor], values[donor], mask, bb.attention_scale_of(donor), bb.attention_softcap)
-            x = x + dense(cfg.width, f"layers_{index}_o")(mixed)
-            normed = layers.RMSNorm(cfg.norm_eps, name=f"layers_{index}_mlp_norm")(x)
-            x = x + layers.GatedMLP(cfg.width, cfg.mlp_width, self.column_blocks, bb.dtype, bb.activation, name=f"layers_{index}_mlp")(normed)
-        n = layers.RMSNorm(cfg.norm_eps, name="norm")(x)
-        features = n if cfg.width == cfg.backbone_width else dense(cfg.backbone_width, "out")(n)
+            x = self._layer(x, index, keys[donor], values[donor], last_slot, position)
+        n = self._norm("norm", x)
+        features = n if cfg.output != "backbone" or cfg.width == cfg.backbone_width else dense(cfg.backbone_width, "out")(n)
         copy, gate = self._point(n, keys, last_slot, position) if cfg.pointer else (None, None)
         return HeadOutput(
-            logits=layers.matmul(features, unembedding).astype(jnp.float32),
+            logits=self._logits(features, unembedding).astype(jnp.float32),
             hidden=dense(cfg.backbone_width, "post")(n),
             features=features,
             copy=copy,
             gate=gate,
         )
+
+    def _layer(
+        self, x: Float[Array, "B T W"], index: int, keys: Float[Array, "B K S H"], values: Array, last_slot: Int[Array, "B T"], position: Int[Array, "B T"]
+    ) -> Float[Array, "B T W"]:
+        """One layer of the head over its donor's K/V."""
+        cfg, bb, donor, name = self.config, self.backbone, self.config.donors[index], f"layers_{index}"
+        after = self._norm if cfg.norms == "sandwich" else lambda _, y: y
+        mask = layers.visible(last_slot, keys.shape[2], last_slot + 1, bb.window(donor))
+        q = self._queries(self._norm(f"{name}_attn_norm", x), cfg.num_heads, donor, position, f"{name}_q")
+        mixed = layers.attend(q, keys, values, mask, bb.attention_scale_of(donor), bb.attention_softcap)
+        x = x + after(f"{name}_post_attn_norm", self._dense(cfg.width, f"{name}_o")(mixed))
+        mlp = layers.GatedMLP(cfg.width, cfg.mlp_width, self.column_blocks, bb.dtype, bb.activation, name=f"{name}_mlp")
+        x = x + after(f"{name}_post_mlp_norm", mlp(self._norm(f"{name}_mlp_norm", x)))
+        return x * self.param(f"{name}_scalar", nn.initializers.ones, (1,), jnp.float32).astype(x.dtype) if cfg.layer_scalars else x
+
+    def _logits(self, features: Float[Array, "B T W"], unembedding: layers.Kernel) -> Float[Array, "B T C"]:
+        cfg = self.config
+        if cfg.output == "backbone":
+            return layers.matmul(features, unembedding)
+        if cfg.output == "own":
+            return self._dense(cfg.draft_vocab_size, "unembed")(features)
+        table = self.param("table", nn.initializers.normal(cfg.width**-0.5), (cfg.draft_vocab_size, cfg.width), self.backbone.dtype)
+        return cluster_logits(features, self._dense(cfg.num_centroids, "centroids")(features), table, cfg.top_centroids)
+
+    def _norm(self, name: str, x: Array) -> Array:
+        return layers.RMSNorm(self.config.norm_eps, name=name)(x)
 
     def _dense(self, features: int, name: str) -> layers.Dense:
         return layers.Dense(features, self.column_blocks, self.backbone.dtype, name=name)
@@ -133,18 +160,46 @@ class Head(nn.Module):
         return n.astype(jnp.float32) @ kernel + bias
 
 
+def cluster_logits(features: Float[Array, "B T W"], scores: Float[Array, "B T clusters"], table: Float[Array, "C W"], top: int) -> Float[Array, "B T C"]:
+    """Logits of the entries of the `top` best clusters; elsewhere the least of them minus 1, so that none of those is drafted.
+
+    Args:
+      features: of each row.
+      scores: of each cluster; entries c * C / clusters .. (c + 1) * C / clusters - 1 are those of cluster c.
+      table: own rows, cluster by cluster.
+      top: number of clusters scored.
+    """
+    batch, length, clusters = scores.shape
+    _, best = lax.top_k(scores, top)  # [B, T, top]
+    if batch * length * top < clusters:  # a few rows of a text: reading just their clusters touches less than the table
+        by_cluster = table.reshape(clusters, -1, table.shape[-1])
+        scored = jnp.einsum("BTW,BTXEW->BTXE", features, by_cluster[best]).astype(jnp.float32)
+        floor = scored.min(axis=(2, 3), keepdims=True) - 1.0  # [B, T, 1, 1]
+        spread = jnp.broadcast_to(floor, (batch, length, clusters, scored.shape[-1]))
+        rows = jnp.arange(batch)[:, None, None], jnp.arange(length)[:, None], best
+        return spread.at[rows].set(scored).reshape(batch, length, -1)
+    logits = (features @ table.T).astype(jnp.float32).reshape(batch, length, clusters, -1)
+    chosen = nn.one_hot(best, clusters, dtype=jnp.bool_).any(axis=2)[..., None]  # [B, T, clusters, 1]
+    floor = jnp.where(chosen, logits, jnp.inf).min(axis=(2, 3), keepdims=True) - 1.0
+    return jnp.where(chosen, logits, floor).reshape(batch, length, -1)
+
+
 class DraftVocab(struct.PyTreeNode):
     """The draft vocabulary, and the two lookups made from it once: nothing here is trained."""
 
     ids: Int[Array, " C"]  # token id of each draft entry
     index: Int[Array, " V"]  # draft entry of each token id; C where the token is not in the draft vocabulary
-    unembedding: layers.Kernel  # [D, C] or column blocks: rows of the backbone's unembedding
+    unembedding: layers.Kernel  # [D, C] or column blocks: rows of the backbone's unembedding; () where nothing reads them
 
 
-def draft_vocab(ids: Int[Array, " C"], backbone_params: dict[str, Any], backbone: config_lib.BackboneConfig, *, column_blocks: bool = False) -> DraftVocab:
-    """Cut the backbone's unembedding (of parameters in the plain layout) to the tokens `ids`."""
-    rows = backbone_lib.unembedding_rows(backbone_params, backbone, ids)
+def draft_vocab(
+    ids: Int[Array, " C"], backbone_params: dict[str, Any], backbone: config_lib.BackboneConfig, *, column_blocks: bool = False, with_rows: bool = True
+) -> DraftVocab:
+    """Cut the backbone's unembedding (of parameters in the plain layout) to the tokens `ids`, unless `with_rows` is off."""
     index = jnp.full((backbone.vocab_size,), len(ids), jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
+    if not with_rows:
+        return DraftVocab(ids=ids, index=index, unembedding=())
+    rows = backbone_lib.unembedding_rows(backbone_params, backbone, ids)
     return DraftVocab(ids=ids, index=index, unembedding=layers.block_kernel(rows.T) if column_blocks else rows.T)
 
 
@@ -161,17 +216,18 @@ class Mixture(struct.PyTreeNode):
     vocab_at_slots: Float[Array, "B T S"] | None  # log((1 - g) softmax(x_{s+1})), -inf where outside the draft vocabulary
 
 
-def mix(output: HeadOutput, slot_logits: Float[Array, "B T S"], followers: Int[Array, "B S"], last_slot: Int[Array, "B T"]) -> Mixture:
+def mix(output: HeadOutput, slot_logits: Float[Array, "B T S"] | None, followers: Int[Array, "B S"], last_slot: Int[Array, "B T"]) -> Mixture:
     """Combine softmax and copy distribution.
 
     Args:
       output: of the head.
       slot_logits: the head's logit of the token that follows each slot; -inf where that token is outside the draft vocabulary.
+        Only a pointer needs them.
       followers: token x_{s+1} after each slot s; entries beyond a row's last slot are ignored.
       last_slot: p of each row.
     """
     normaliser = nn.logsumexp(output.logits, axis=-1, keepdims=True)
-    if output.copy is None or output.gate is None:
+    if output.copy is None or output.gate is None or slot_logits is None:
         return Mixture(vocab=output.logits - normaliser, slots=None, vocab_at_slots=None)
     stay = jnp.log1p(-output.gate)[..., None] - normaliser
     same = (followers[:, :, None] == followers[:, None, :]).astype(jnp.float32)  # [B, S, S]

@@ -66,8 +66,10 @@ def unroll(head: head_lib.Head, head_params: Any, frozen: Frozen, features: feat
         embedded = frozen.table[at(tokens, k)]
         output = head.apply({"params": head_params}, embedded, hidden, features.keys, features.values, rows, frozen.vocab.unembedding)
         assert isinstance(output, head_lib.HeadOutput)
-        slot_logits = jnp.einsum("BRD,BSD->BRS", output.features, slot_rows).astype(jnp.float32)
-        slot_logits = jnp.where(outside[:, None], -jnp.inf, slot_logits)
+        slot_logits = None
+        if output.copy is not None:
+            slot_logits = jnp.einsum("BRD,BSD->BRS", output.features, slot_rows).astype(jnp.float32)
+            slot_logits = jnp.where(outside[:, None], -jnp.inf, slot_logits)
         mixture = head_lib.mix(output, slot_logits, followers, rows)
         label = at(final_hidden, k)
         cap = frozen.final_softcap
