@@ -52,13 +52,7 @@ def speed() -> str:
     return table(["num_draft", "batch", "prompts", "tokens per step", "wall clock against vanilla"], rows)
 
 
-def step_cost() -> str:
-    ratios = load("step_cost.json")["ratio_to_plain_one_row"]
-    rows = [[name] + [f"{value:.2f}" for value in ratios[layout].values()] for name, layout in (("plain", "plain"), ("column blocks", "column_blocks"))]
-    return table(["layout", *(f"{count} row{'s' if count != '1' else ''}" for count in ratios["plain"])], rows)
-
-
-TABLES = {"acceptance": acceptance, "speed": speed, "step_cost": step_cost}
+TABLES = {"acceptance": acceptance, "speed": speed}
 
 
 def main() -> int:

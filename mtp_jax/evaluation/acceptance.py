@@ -215,7 +215,8 @@ def _open_journal(path: Path, settings: dict[str, Any]) -> list[Pair]:
     files.write_text(path, "".join(line + "\n" for line in lines))  # drops a line that a crash cut off
 
     def pair(values: dict[str, Any]) -> Pair:
-        return Pair(**values | {side: [generate_lib.Output(**output) for output in values[side]] for side in ("vanilla", "drafted")})
+        vanilla, drafted = ([generate_lib.Output(**output) for output in values.pop(side)] for side in ("vanilla", "drafted"))
+        return Pair(vanilla=vanilla, drafted=drafted, **values)
 
     return [pair(json.loads(line)) for line in lines[1:]]
 
