@@ -231,7 +231,7 @@ def test_a_defect_keeps_its_trace_and_ctrl_c_does_not(run, monkeypatch):
         run()
 
 
-@pytest.mark.parametrize("command", ["", "demo", "rollout", "train", "generate", "evaluate"])
+@pytest.mark.parametrize("command", ["", "demo", "rollout", "train", "generate", "evaluate", "export"])
 def test_help(run, command):
     code, out, err = run(*command.split(), "--help")
     assert (code, err) == (0, []) and f"usage: mtp-jax {command}" in "\n".join(out)

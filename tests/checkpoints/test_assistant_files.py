@@ -77,6 +77,7 @@ def same(a, b):
     )
 
 
+@pytest.mark.slow  # four commands, each compiled from nothing
 def test_train_export_and_read_back(files, backbone, run, tmp_path):
     """Three steps of training in the assistants' form; the head is the same from its run folder and from the exported one, and drafts."""
     model = ["--backbone", files / "gemma"]
