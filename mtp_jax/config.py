@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 LayerType = Literal["full", "sliding"]
+DrafterName = Literal["mtp", "prompt_lookup", "hybrid"]
 Activation = Literal["silu", "gelu_tanh"]
 
 

@@ -90,7 +90,8 @@ class Demo(shared.DraftFlags):
         start = time.perf_counter()
         config = config_lib.DecodeConfig(max_new_tokens=self.max_new_tokens, num_draft=self.num_draft)
         backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
-        if (head is not None or self.drafter != "mtp") and self.num_draft < 1:
+        drafting = head is not None or self.drafter != "mtp"
+        if drafting and self.num_draft < 1:
             raise config_lib.ConfigError("num_draft=0: must be at least 1 when there is a head; pass --head none for vanilla decoding")
         import dataclasses
 
@@ -101,7 +102,6 @@ class Demo(shared.DraftFlags):
         ids = [generate_lib.encode_prompt(backbone, text) for _, text in PROMPTS]
         generate_lib.check_prompts(ids, backbone.config, config.max_new_tokens)
         vanilla = generate_lib.make_runtime(backbone)
-        drafting = head is not None or self.drafter != "mtp"
         drafted = generate_lib.attach(vanilla, head, self.drafter) if drafting else None
         size = (drafted or vanilla).drafter_bytes()
         shared.say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,3 +53,8 @@ def _parse(line: str, where: str, task: str) -> Prompt:
     if not record["prompt"].strip():
         raise PromptFileError(f"{where}: 'prompt' is empty")
     return Prompt(task=str(record.get("task", task)), text=record["prompt"])
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """16 hex digits that tell lists of prompts apart: a run is only continued with the same ones."""
+    return hashlib.sha256("\0".join(f"{prompt.task}\1{prompt.text}" for prompt in prompts).encode()).hexdigest()[:16]

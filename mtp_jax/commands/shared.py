@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from rich.console import Console
@@ -54,7 +54,7 @@ class HeadFlags(BackboneFlags):
 class DraftFlags(HeadFlags):
     """Flags of every command that drafts."""
 
-    drafter: Literal["mtp", "prompt_lookup", "hybrid"] = "mtp"
+    drafter: config_lib.DrafterName = "mtp"
     """Who drafts: mtp is the head; prompt_lookup copies what followed the last tokens earlier in the text, and needs no head; hybrid copies
     where at least three tokens match, and lets the head draft elsewhere."""
 

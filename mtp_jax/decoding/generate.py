@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,7 @@ from mtp_jax.models import layers
 if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
 
-DrafterName = Literal["mtp", "prompt_lookup", "hybrid"]
-DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
+DRAFTERS: tuple[config_lib.DrafterName, ...] = get_args(config_lib.DrafterName)
 PROMPT_BUCKET = 64
 SLOT_BUCKET = 128
 
@@ -66,7 +65,9 @@ class Runtime:
         return {"parameters": total(self.drafter_params), "state": total(state)}
 
 
-def make_runtime(backbone: LoadedBackbone, head: LoadedHead | None = None, *, drafter: DrafterName = "mtp", column_blocks: bool | None = None) -> Runtime:
+def make_runtime(
+    backbone: LoadedBackbone, head: LoadedHead | None = None, *, drafter: config_lib.DrafterName = "mtp", column_blocks: bool | None = None
+) -> Runtime:
     """Bring parameters into the layouts the loop uses.
 
     Args:
@@ -86,7 +87,7 @@ def make_runtime(backbone: LoadedBackbone, head: LoadedHead | None = None, *, dr
     return runtime if head is None and drafter == "mtp" else attach(runtime, head, drafter)
 
 
-def attach(runtime: Runtime, head: LoadedHead | None, drafter: DrafterName = "mtp") -> Runtime:
+def attach(runtime: Runtime, head: LoadedHead | None, drafter: config_lib.DrafterName = "mtp") -> Runtime:
     """The same backbone arrays with a drafter.
 
     Args:
@@ -152,7 +153,7 @@ def generate(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     config: config_lib.DecodeConfig | None = None,
     *,
-    drafter: DrafterName = "mtp",
+    drafter: config_lib.DrafterName = "mtp",
     warm_up: bool = False,
 ) -> DecodeResult:
     """Write what the backbone would write after each prompt, sooner with a drafter.

@@ -31,6 +31,7 @@ import numpy as np
 import mtp_jax
 from mtp_jax import config as config_lib
 from mtp_jax import files
+from mtp_jax import prompts as prompts_lib
 from mtp_jax.decoding import generate as generate_lib
 from mtp_jax.prompts import Prompt
 from mtp_jax.training import walk
@@ -60,7 +61,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     config: config_lib.DecodeConfig,
     *,
-    drafter: generate_lib.DrafterName = "mtp",
+    drafter: config_lib.DrafterName = "mtp",
     batch_size: int = 1,
     journal: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -96,7 +97,7 @@ def evaluate(
     drafted = generate_lib.attach(vanilla, head, drafter) if drafting else None
     num_draft = config.num_draft if drafting else 0
     settings = _settings(backbone, head, config, num_draft, batch_size) | {"drafter": drafter if drafting else None}
-    pairs = [] if journal is None else _open_journal(journal, settings | {"prompts": _digest(prompts, backbone, head)})
+    pairs = [] if journal is None else _open_journal(journal, settings | {"prompts": prompts_lib.digest(prompts), "weights": _digest(backbone, head)})
     finished = {index for pair in pairs for index in pair.indices}
     warmed: set[tuple[int, ...]] = set()
     for number, group in enumerate(_groups(prompts, ids, batch_size)):
@@ -221,10 +222,9 @@ def _open_journal(path: Path, settings: dict[str, Any]) -> list[Pair]:
     return [pair(json.loads(line)) for line in lines[1:]]
 
 
-def _digest(prompts: Sequence[Prompt], backbone: LoadedBackbone, head: LoadedHead | None) -> str:
-    """16 hex digits of everything that the settings only name: prompts, backbone and head."""
-    digest = hashlib.sha256("\0".join(f"{prompt.task}\1{prompt.text}" for prompt in prompts).encode())
-    digest.update(backbone.fingerprint.encode())
+def _digest(backbone: LoadedBackbone, head: LoadedHead | None) -> str:
+    """16 hex digits of what the settings only name: backbone and head."""
+    digest = hashlib.sha256(backbone.fingerprint.encode())
     for leaf in jax.tree.leaves(head.params if head is not None else ()):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()[:16]

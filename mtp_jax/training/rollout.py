@@ -12,7 +12,6 @@ with what settings it was made; other settings are refused.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from mtp_jax import config as config_lib
 from mtp_jax import files
+from mtp_jax import prompts as prompts_lib
 from mtp_jax.checkpoints.hf import read_json
 from mtp_jax.decoding import generate as generate_lib
 from mtp_jax.prompts import Prompt
@@ -117,10 +117,9 @@ def _line(index: int, task: str, prompt: list[int], output: generate_lib.Output)
 
 def _check_same_run(out: Path, backbone: LoadedBackbone, prompts: Sequence[Prompt], config: config_lib.DecodeConfig, max_prompt_tokens: int) -> None:
     """Write the settings beside a new file; refuse an old file made with others."""
-    digest = hashlib.sha256("\0".join(f"{prompt.task}\1{prompt.text}" for prompt in prompts).encode()).hexdigest()[:16]
     settings = {
         "backbone": backbone.fingerprint,
-        "prompts": digest,
+        "prompts": prompts_lib.digest(prompts),
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
         "top_k": config.top_k,
