@@ -360,18 +360,27 @@ class DecodeConfig:
     max_new_tokens: int = 128  # budget per row, stop token included
     num_draft: int = 4  # M; 0 only for vanilla decoding
     stop_tokens: tuple[int, ...] = ()  # any of these ends a row; it is kept as the row's last token
+    stop_strings: tuple[str, ...] = ()  # any of these in the new text ends a row; its text is cut just before
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # sample among the k most probable tokens; 0 is no limit
     top_p: float = 1.0  # sample among the most probable tokens that together reach this probability
+    min_p: float = 0.0  # sample among the tokens at least this share as probable as the most probable one
     seed: int = 0
+    keep_logits: bool = False  # keep the logits that every new token was chosen from (memory: 4 bytes x vocabulary x slots a row)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        _require(not isinstance(self.stop_strings, str), "stop_strings", self.stop_strings, "must be a sequence of strings, not one string")
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        _require(
+            all(isinstance(s, str) and s for s in self.stop_strings), "stop_strings", self.stop_strings, "every one must be a string of at least one character"
+        )
         _require_positive(self, "max_new_tokens")
         _require(isinstance(self.num_draft, int) and self.num_draft >= 0, "num_draft", self.num_draft, "must be an integer of at least 0")
         _require(self.temperature >= 0, "temperature", self.temperature, "must not be negative; 0 is greedy")
         _require(self.top_k >= 0, "top_k", self.top_k, "must not be negative; 0 is no limit")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]; 0 is no limit")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax import config as config_lib
+from mtp_jax import drafters
 from mtp_jax.checkpoints import load
+from mtp_jax.decoding import generate
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
 
@@ -99,11 +102,11 @@ class Scripted:
     def init(self, context: Any) -> tuple[()]:
         return ()
 
-    def draft(self, params: Any, state: tuple[()], context: Any, num_draft: int) -> tuple[jax.Array, tuple[()]]:
-        places = context.cache.lengths[:, None] + 1 + jnp.arange(num_draft)
+    def draft(self, params: Any, state: tuple[()], context: Any, rules: Any) -> tuple[drafters.Proposal, tuple[()]]:
+        places = context.cache.lengths[:, None] + 1 + jnp.arange(rules.num_draft)
         right = jnp.take_along_axis(params, jnp.minimum(places, params.shape[1] - 1), axis=1)
-        spoiled = jnp.arange(1, num_draft + 1) == self.wrong_at
-        return jnp.where(spoiled, (right + 1) % self.vocab_size, right), state
+        spoiled = jnp.arange(1, rules.num_draft + 1) == self.wrong_at
+        return drafters.Proposal(tokens=jnp.where(spoiled, (right + 1) % self.vocab_size, right)), state
 
     def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
         return state
@@ -118,9 +121,9 @@ class Wrong:
     def init(self, context: Any) -> tuple[()]:
         return ()
 
-    def draft(self, params: Any, state: tuple[()], context: Any, num_draft: int) -> tuple[jax.Array, tuple[()]]:
-        right, _ = Scripted().draft(params, (), context, num_draft)
-        return (right + 1 + jnp.arange(num_draft)) % self.vocab_size, state
+    def draft(self, params: Any, state: tuple[()], context: Any, rules: Any) -> tuple[drafters.Proposal, tuple[()]]:
+        right, _ = Scripted().draft(params, (), context, rules)
+        return drafters.Proposal(tokens=(right.tokens + 1 + jnp.arange(rules.num_draft)) % self.vocab_size), state
 
     def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
         return state
@@ -136,9 +139,57 @@ class Random:
         zeros = jnp.zeros_like(context.pending)
         return {"steps": zeros, "kept": zeros}
 
-    def draft(self, params: Any, state: Any, context: Any, num_draft: int) -> tuple[jax.Array, Any]:
-        places = context.cache.lengths[:, None] + jnp.arange(num_draft)
-        return ((places * 7919 + context.pending[:, None] * 104729) // 13) % self.few, {**state, "steps": state["steps"] + 1}
+    def draft(self, params: Any, state: Any, context: Any, rules: Any) -> tuple[drafters.Proposal, Any]:
+        places = context.cache.lengths[:, None] + jnp.arange(rules.num_draft)
+        return drafters.Proposal(tokens=((places * 7919 + context.pending[:, None] * 104729) // 13) % self.few), {**state, "steps": state["steps"] + 1}
 
     def commit(self, state: Any, accepted: jax.Array, context: Any) -> Any:
         return {**state, "kept": state["kept"] + accepted}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Drafts with `inner` and shows it, [B] lengths and [B, M] drafts, to `note`; what it proposes is `Scripted`'s. `params` are those of both."""
+
+    inner: Any
+    note: Callable[[Any, Any], None]
+    vocab_size: int
+
+    def init(self, context: Any) -> tuple[()]:
+        return ()
+
+    def draft(self, params: Any, state: tuple[()], context: Any, how_much: Any) -> Any:
+        script, own = params
+        drafts, _ = self.inner.draft(own, (), context, how_much)
+        jax.debug.callback(self.note, context.cache.lengths, getattr(drafts, "tokens", drafts))
+        return Scripted(vocab_size=self.vocab_size).draft(script, state, context, how_much)
+
+    def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
+        return state
+
+
+def drafts_in_the_loop(runtime: generate.Runtime, texts: np.ndarray, prompt_length: int, gaps: list[list[int]]) -> dict[tuple[int, int], list[int]]:
+    """What the runtime's drafter drafts in the decode loop, by row and number of slots, where a script decides how much is kept.
+
+    Args:
+      runtime: of the backbone, and a drafter without a state of its own.
+      texts: [B, L] prompts and what the backbone writes after them.
+      prompt_length: of every row.
+      gaps: by row, how many tokens each step commits, 1..M + 1; M is the largest less 1, and L - prompt_length - 1 their sum.
+    """
+    vocab_size, num_draft = runtime.step_module.config.vocab_size, max(map(max, gaps)) - 1
+    script, rows, seen = np.array(texts, np.int32), np.arange(len(texts))[:, None], {}
+    last = prompt_length + np.cumsum(gaps, axis=1)  # of the tokens of each step: its draft was wrong, or it had none
+    script[rows, last] = (script[rows, last] + 1) % vocab_size
+
+    def note(lengths: Any, drafts: Any) -> None:
+        seen.update({(row, int(lengths[row])): drafts[row].tolist() for row in range(len(texts))})
+
+    drafter, params = Watched(runtime.drafter, note, vocab_size), (jnp.asarray(script), runtime.drafter_params)
+    config = config_lib.DecodeConfig(max_new_tokens=texts.shape[1] - prompt_length, num_draft=num_draft)
+    watched = dataclasses.replace(runtime, drafter=drafter, drafter_params=params)
+    result = generate.run(watched, texts[:, :prompt_length].tolist(), config)
+    jax.effects_barrier()
+    assert [output.tokens for output in result.outputs] == texts[:, prompt_length:].tolist()
+    assert set(seen) == {(row, prompt_length + sum(own[:step])) for row, own in enumerate(gaps) for step in range(len(own))}
+    return seen

@@ -88,7 +88,8 @@ def context(real):
 
 def draft(plain, context):
     module, params, _ = plain
-    return np.asarray(jax.jit(lambda params, context: mtp.MTPDrafter(module).draft(params, (), context, M)[0])(params, context))
+    rules = config_lib.DecodeConfig(num_draft=M)
+    return np.asarray(jax.jit(lambda params, context: mtp.MTPDrafter(module).draft(params, (), context, rules)[0].tokens)(params, context))
 
 
 def test_gradient_stops_at_the_row(real, real_head, plain, text):
@@ -143,20 +144,20 @@ def test_rejections_and_leftovers_leave_no_trace(real, plain, text, context):
     module, params, _ = plain
     lengths = np.array([20, 24, 28])
     rules = config_lib.DecodeConfig(max_new_tokens=1, num_draft=M)
-    keys, limits = sampling.row_keys(0, [0, 1, 2]), jnp.asarray(lengths + 30)
+    request = loop.Request(limits=jnp.asarray(lengths + 30), keys=sampling.row_keys(0, [0, 1, 2]))
     backbone = backbone_lib.Backbone(real.config)
-    state = loop.prefill(backbone, real.params, text[:, :28], jnp.asarray(lengths), limits, keys, num_slots=S, drafter=None, config=rules)
+    state = loop.prefill(backbone, real.params, text[:, :28], jnp.asarray(lengths), request, num_slots=S, drafter=None, config=rules)
     drafter = fakes.Wrong(vocab_size=real.config.vocab_size)
-    step = jax.jit(lambda script, state: loop.step(backbone, drafter, real.params, script, state, limits, keys, config=rules))
+    step = jax.jit(lambda script, state: loop.step(backbone, drafter, real.params, script, state, request, config=rules))
     for _ in range(3):
         state = step(jnp.zeros_like(state.tokens), state)
         fresh = context(np.asarray(state.tokens), np.asarray(state.cache.lengths) + 1)
-        drafts = draft(plain, loop.context_of(state, real.params))
+        drafts = draft(plain, loop.context_of(state, real.params, request))
         np.testing.assert_array_equal(drafts, draft(plain, fresh))
         beyond = (jnp.arange(S) >= state.cache.lengths[:, None])[:, None, :, None]
         spoil = jax.tree.map(lambda leaf, beyond=beyond: jnp.where(beyond, 1e30, leaf), (state.cache.keys, state.cache.values))
         spoiled = state.replace(cache=state.cache.replace(keys=spoil[0], values=spoil[1]))
-        np.testing.assert_array_equal(draft(plain, loop.context_of(spoiled, real.params)), drafts)
+        np.testing.assert_array_equal(draft(plain, loop.context_of(spoiled, real.params, request)), drafts)
 
 
 @pytest.mark.parametrize("num_draft", [1, 4])

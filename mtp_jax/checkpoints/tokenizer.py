@@ -8,13 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtp_jax.checkpoints import errors, vocabulary
+from mtp_jax.checkpoints import errors, token_bytes, vocabulary
 from mtp_jax.checkpoints.chat import ChatTemplate
 from mtp_jax.checkpoints.gguf import GGUFFile
 from mtp_jax.checkpoints.hf import read_json
 
 # Control tokens that close an assistant's turn, whatever the file calls its end of sequence.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")
+
+
+class TextError(ValueError):
+    """A text can't be turned into tokens."""
 
 
 class Tokenizer:
@@ -96,12 +100,25 @@ class Tokenizer:
         return self._chat is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. A beginning-of-sequence token comes first only if the model's own files say so."""
+        """Token ids of a text. A beginning-of-sequence token comes first only if the model's own files say so.
+
+        Raises:
+          TextError: the text holds a lone surrogate.
+        """
+        _check_text(text, "text")
         return self._prefix + self._tokens.encode(text).ids
 
     def decode(self, ids: Any, skip_special: bool = True) -> str:
         """Text of token ids (any iterable of integers); control tokens are left out unless `skip_special` is False."""
         return self._tokens.decode([int(index) for index in ids], skip_special_tokens=skip_special)
+
+    def token_bytes(self, vocab_size: int) -> list[bytes]:
+        """What each token id in 0..vocab_size-1 adds to a decoded text, as UTF-8: perhaps part of a character; nothing for control tokens.
+
+        Raises:
+          UnsupportedModel: the tokenizer's decoder is neither byte-level nor SentencePiece's.
+        """
+        return token_bytes.read(self._tokens, vocab_size, self._where)
 
     def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation up to where the assistant answers, in the model's own chat template.
@@ -111,10 +128,25 @@ class Tokenizer:
 
         Raises:
           CheckpointError: the model has no template, or its template refuses these messages.
+          TextError: a message holds a lone surrogate.
         """
         if self._chat is None:
             raise errors.CheckpointError(f"{self._where}: has no chat template (a base model?); use encode on plain text instead")
-        return self._tokens.encode(self._chat.render(messages), add_special_tokens=False).ids  # the template writes them itself
+        for number, message in enumerate(messages, 1):
+            for key, value in message.items():
+                if isinstance(value, str):
+                    _check_text(value, f"message {number}: {key!r}")
+        text = self._chat.render(messages)
+        _check_text(text, f"{self._where}: the chat template's text")
+        return self._tokens.encode(text, add_special_tokens=False).ids  # the template writes them itself
+
+
+def _check_text(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise TextError(f"{name} has {found!r} at character {error.start + 1}: must be Unicode text, and half of a surrogate pair is none") from None
 
 
 def _stops(tokens: Any, ids: list[int | None]) -> tuple[int, ...]:
@@ -143,4 +175,4 @@ def _hf_template(folder: Path, settings: dict[str, Any]) -> str | None:
     return template
 
 
-__all__ = ["Tokenizer"]
+__all__ = ["TextError", "Tokenizer"]

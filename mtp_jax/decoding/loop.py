@@ -2,7 +2,7 @@
 
 One step of a row, whose slots 0..p are valid and whose token x_{p+1} is pending:
 
-    draft    M tokens that may follow the pending one (none when vanilla)
+    propose  M tokens that may follow the pending one (none when vanilla)
     verify   backbone on [x_{p+1}, d_1..d_M]: writes slots p+1..p+1+M, gives M+1 choices of its own
     commit   n accepted drafts and one token more, cut at a stop token and at the row's budget:
              lengths grow by the number committed; slots of rejected drafts stay behind the length, masked, overwritten later
@@ -13,11 +13,13 @@ lengths 7, pending z, next hidden is row 1 of the verify pass; slot 7 (b) and 8 
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -25,10 +27,26 @@ from jaxtyping import Array, Bool, Float, Int
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
 from mtp_jax.decoding import sampling, verify
+from mtp_jax.decoding import stops as stops_lib
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import cache as cache_lib
 
-Rules = config_lib.DecodeConfig  # max_new_tokens and seed are data, not rules: pass them as 1 and 0 to compile once
+Rules = config_lib.DecodeConfig  # static: see `rules_of`
+CHUNK = 512  # tokens of a prompt that go through the backbone at a time
+WITHOUT_END = np.int32(2**31 - 1)
+
+
+def rules_of(config: config_lib.DecodeConfig, num_draft: int) -> Rules:
+    """The part of a config that programs are compiled for. What differs from call to call (budget, seed, stop strings) is data, in `Request`."""
+    return dataclasses.replace(config, num_draft=num_draft, max_new_tokens=1, seed=0, stop_strings=())
+
+
+class Request(struct.PyTreeNode):
+    """What a call asks of each row."""
+
+    limits: Int[Array, " B"]  # tokens the row may hold in all, prompt included
+    keys: Array  # one random key a row [B], for sampling
+    stops: stops_lib.StopTable | None = None  # stop strings
 
 
 class DecodeState(struct.PyTreeNode):
@@ -41,9 +59,12 @@ class DecodeState(struct.PyTreeNode):
     drafter_state: Any
     # output
     tokens: Int[Array, "B S+1"]  # prompt, then what was generated
-    stopped: Bool[Array, " B"]  # ended by a stop token (otherwise by the budget)
+    stopped: Bool[Array, " B"]  # ended by a stop token or string (otherwise by the budget)
+    matched: Int[Array, "B N"]  # how far each of N stop strings has been matched (see stops.py)
+    logits: Float[Array, "B S+1 V"] | None  # that each generated token was chosen from; only on demand
     # statistics
     steps: Int[Array, " B"]  # verify passes of a row, until it was done
+    drafted: Int[Array, " B"]  # tokens proposed
     accepted: Int[Array, "B M"]  # steps in which draft k was kept and emitted
 
     @property
@@ -51,9 +72,11 @@ class DecodeState(struct.PyTreeNode):
         return jnp.take_along_axis(self.tokens, self.cache.lengths[:, None], axis=1)[:, 0]
 
 
-def context_of(state: DecodeState, backbone_params: Any) -> drafters.Context:
+def context_of(state: DecodeState, backbone_params: Any, request: Request) -> drafters.Context:
     """What a drafter may read of the state."""
-    return drafters.Context(tokens=state.tokens, pending=state.pending, hidden=state.hidden, cache=state.cache, backbone_params=backbone_params)
+    return drafters.Context(
+        tokens=state.tokens, pending=state.pending, hidden=state.hidden, cache=state.cache, backbone_params=backbone_params, keys=request.keys
+    )
 
 
 def prefill(
@@ -61,74 +84,97 @@ def prefill(
     backbone_params: Any,
     prompts: Int[Array, "B T"],
     prompt_lengths: Int[Array, " B"],
-    limits: Int[Array, " B"],
-    row_keys: Array,
+    request: Request,
     *,
     num_slots: int,
     drafter: drafters.Drafter | None,
     config: Rules,
+    before: DecodeState | None = None,
 ) -> DecodeState:
-    """Run the prompts through the backbone and choose each row's first token.
+    """Run the prompts through the backbone, in chunks, and choose each row's first token.
 
-    Two compiled programs: the expensive one does not depend on the drafter or the rules, so all share it.
+    The expensive program (`read`) does not depend on the drafter or the rules, so all share it.
 
     Args:
       backbone: module (static); its layout is that of `backbone_params`.
       prompts: token ids, each row padded on the right with any token.
       prompt_lengths: 1..T.
-      limits: tokens each row may hold in all, prompt included; more than prompt_lengths.
-      row_keys: one random key a row, for sampling.
-      num_slots: S; at least every limit + num_draft, which the caller has checked.
+      request: its limits are more than the tokens each row has before generation.
+      num_slots: S; at least every limit + num_draft, and the longest row before this call + T, which the caller has checked.
+      before: state to go on from, which is donated: its text, pending token included, comes before the prompts.
     """
-    cache, hidden, logits = read_prompts(backbone, backbone_params, prompts, prompt_lengths, num_slots=num_slots)
-    return begin(cache, hidden, logits, prompts, limits, row_keys, backbone_params, drafter=drafter, config=config)
+    batch = len(prompts)
+    if before is None:
+        cache = cache_lib.empty(backbone.config, batch, num_slots)
+        text = jnp.zeros((batch, num_slots + 1), jnp.int32)
+        hidden = jnp.zeros((batch, backbone.config.width), backbone.config.dtype)
+    else:
+        cache, text, hidden = before.cache, before.tokens, before.hidden
+        if cache.num_slots != num_slots:
+            cache, text = cache_lib.grow(cache, num_slots), jnp.pad(text, ((0, 0), (0, num_slots - cache.num_slots)))
+        prompts, prompt_lengths = jnp.concatenate([before.pending[:, None], prompts], axis=1), prompt_lengths + 1
+    text = _write_tokens(text, prompts, cache.lengths)
+    for begin_at in range(0, prompts.shape[1], CHUNK):
+        chunk = prompts[:, begin_at : begin_at + CHUNK]
+        counts = jnp.clip(prompt_lengths - begin_at, 0, chunk.shape[1])
+        cache, hidden = read(backbone, backbone_params, cache, hidden, chunk, counts)
+    return begin(backbone, backbone_params, cache, hidden, text, request, drafter=drafter, config=config)
 
 
-@partial(jax.jit, static_argnames=("backbone", "num_slots"))
-def read_prompts(
-    backbone: backbone_lib.Backbone, backbone_params: Any, prompts: Int[Array, "B T"], prompt_lengths: Int[Array, " B"], *, num_slots: int
-) -> tuple[cache_lib.Cache, Float[Array, "B D"], Float[Array, "B V"]]:
-    """Cache of the prompts, and hidden state and logits of each row's last token."""
-    output = backbone.apply({"params": backbone_params}, prompts, cache_lib.empty(backbone.config, len(prompts), num_slots), with_logits=False)
-    assert isinstance(output, backbone_lib.BackboneOutput)
-    hidden = jnp.take_along_axis(output.hidden, (prompt_lengths - 1)[:, None, None], axis=1)  # [B, 1, D]
-    logits = backbone.apply({"params": backbone_params}, hidden, method="logits")
-    assert isinstance(logits, jax.Array)
-    return output.cache.replace(lengths=prompt_lengths), hidden[:, 0], logits[:, 0]
-
-
-@partial(jax.jit, static_argnames=("drafter", "config"), donate_argnames=("cache",))
-def begin(
+@partial(jax.jit, static_argnames=("backbone",), donate_argnames=("cache",))
+def read(
+    backbone: backbone_lib.Backbone,
+    backbone_params: Any,
     cache: cache_lib.Cache,
     hidden: Float[Array, "B D"],
-    logits: Float[Array, "B V"],
-    prompts: Int[Array, "B T"],
-    limits: Int[Array, " B"],
-    row_keys: Array,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+) -> tuple[cache_lib.Cache, Float[Array, "B D"]]:
+    """Append the first `counts` (0..T) tokens of each row to the cache; hidden state of each row's last token, the one given where there is none."""
+    output = backbone.apply({"params": backbone_params}, tokens, cache, with_logits=False)
+    assert isinstance(output, backbone_lib.BackboneOutput)
+    last = jnp.take_along_axis(output.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    return output.cache.replace(lengths=cache.lengths + counts), jnp.where((counts > 0)[:, None], last, hidden)
+
+
+@partial(jax.jit, static_argnames=("backbone", "drafter", "config"), donate_argnames=("cache", "tokens"))
+def begin(
+    backbone: backbone_lib.Backbone,
     backbone_params: Any,
+    cache: cache_lib.Cache,
+    hidden: Float[Array, "B D"],
+    tokens: Int[Array, "B S+1"],
+    request: Request,
     *,
     drafter: drafters.Drafter | None,
     config: Rules,
 ) -> DecodeState:
-    """Choose each row's first token and allocate the state. The cache is donated."""
-    batch, length = prompts.shape
-    prompt_lengths = cache.lengths
-    first = sampling.choose(logits[:, None], prompt_lengths[:, None], row_keys, config)[:, 0]
-    tokens = jnp.zeros((batch, cache.num_slots + 1), jnp.int32).at[:, :length].set(prompts)
-    tokens = tokens.at[jnp.arange(batch), prompt_lengths].set(first)
-    stopped = jnp.isin(first, jnp.asarray(config.stop_tokens, jnp.int32)) if config.stop_tokens else jnp.zeros((batch,), bool)
+    """Choose each row's first token and allocate the state. Cache and text are donated."""
+    batch, lengths = len(tokens), cache.lengths
+    logits = backbone.apply({"params": backbone_params}, hidden[:, None], method="logits")
+    assert isinstance(logits, jax.Array)
+    first = sampling.choose(logits, lengths[:, None], request.keys, config)
+    tokens = _write_tokens(tokens, first, lengths)
+    start = jnp.zeros((batch, 0 if request.stops is None else request.stops.num_strings), jnp.int32)
+    matched, ends = _ends(first, start, request, config)
+    kept = None
+    if config.keep_logits:
+        kept = jnp.zeros((*tokens.shape, logits.shape[-1])).at[jnp.arange(batch), lengths].set(logits[:, 0])
     state = DecodeState(
         cache=cache,
         hidden=hidden,
-        done=stopped | (prompt_lengths + 1 >= limits),
+        done=ends[:, 0] | (lengths + 1 >= request.limits),
         drafter_state=(),
         tokens=tokens,
-        stopped=stopped,
+        stopped=ends[:, 0],
+        matched=matched[:, 0],
+        logits=kept,
         steps=jnp.zeros((batch,), jnp.int32),
+        drafted=jnp.zeros((batch,), jnp.int32),
         accepted=jnp.zeros((batch, config.num_draft), jnp.int32),
     )
     if drafter is not None:
-        state = state.replace(drafter_state=drafter.init(context_of(state, backbone_params)))
+        state = state.replace(drafter_state=drafter.init(context_of(state, backbone_params, request)))
     return state
 
 
@@ -139,20 +185,22 @@ def decode(
     backbone_params: Any,
     drafter_params: Any,
     state: DecodeState,
-    limits: Int[Array, " B"],
-    row_keys: Array,
+    request: Request,
+    at_most: Int[Array, ""] | np.int32 = WITHOUT_END,
     *,
     config: Rules,
 ) -> DecodeState:
-    """Step until every row is done. The state's buffers are donated and updated in place."""
+    """Step until every row is done, or `at_most` times. The state's buffers are donated and updated in place."""
 
-    def unfinished(state: DecodeState) -> Bool[Array, ""]:
-        return ~state.done.all()
+    def unfinished(carry: tuple[DecodeState, Array]) -> Bool[Array, ""]:
+        state, left = carry
+        return ~state.done.all() & (left > 0)
 
-    def one_step(state: DecodeState) -> DecodeState:
-        return step(backbone, drafter, backbone_params, drafter_params, state, limits, row_keys, config=config)
+    def one_step(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, left = carry
+        return step(backbone, drafter, backbone_params, drafter_params, state, request, config=config), left - 1
 
-    return lax.while_loop(unfinished, one_step, state)
+    return lax.while_loop(unfinished, one_step, (state, jnp.asarray(at_most)))[0]
 
 
 def step(
@@ -161,47 +209,97 @@ def step(
     backbone_params: Any,
     drafter_params: Any,
     state: DecodeState,
-    limits: Int[Array, " B"],
-    row_keys: Array,
+    request: Request,
     *,
     config: Rules,
 ) -> DecodeState:
-    """One draft, verify, commit round. Rows that are done keep all of their state."""
-    num_draft = config.num_draft
-    drafts = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
-    drafter_state = state.drafter_state
-    if drafter is not None:
-        drafts, drafter_state = drafter.draft(drafter_params, drafter_state, context_of(state, backbone_params), num_draft)
+    """One propose, verify, commit round. Rows that are done keep all of their state."""
+    proposal, drafter_state = propose(drafter, backbone_params, drafter_params, state, request, config=config)
+    return finish_step(backbone, drafter, backbone_params, state.replace(drafter_state=drafter_state), proposal, request, config=config)
 
-    block = jnp.concatenate([state.pending[:, None], drafts], axis=1)  # [B, M+1]
+
+@partial(jax.jit, static_argnames=("drafter", "config"))
+def propose_alone(
+    drafter: drafters.Drafter | None, backbone_params: Any, drafter_params: Any, state: DecodeState, request: Request, *, config: Rules
+) -> tuple[drafters.Proposal, Any]:
+    """The first half of `step` as a program of its own."""
+    return propose(drafter, backbone_params, drafter_params, state, request, config=config)
+
+
+@partial(jax.jit, static_argnames=("backbone", "drafter", "config"), donate_argnames=("state",))
+def finish_step(
+    backbone: backbone_lib.Backbone,
+    drafter: drafters.Drafter | None,
+    backbone_params: Any,
+    state: DecodeState,
+    proposal: drafters.Proposal,
+    request: Request,
+    *,
+    config: Rules,
+) -> DecodeState:
+    """The second half of `step`: verify and commit. The state is donated."""
+    new, kept = verify_and_commit(backbone, backbone_params, state, proposal, request, config=config)
+    if drafter is not None:
+        new = new.replace(drafter_state=drafter.commit(new.drafter_state, kept, context_of(new, backbone_params, request)))
+    return new
+
+
+def propose(
+    drafter: drafters.Drafter | None, backbone_params: Any, drafter_params: Any, state: DecodeState, request: Request, *, config: Rules
+) -> tuple[drafters.Proposal, Any]:
+    """The drafter's proposal (none without a drafter) and its new state."""
+    if drafter is None:
+        return drafters.Proposal(tokens=jnp.zeros((len(state.tokens), 0), jnp.int32)), state.drafter_state
+    return drafter.draft(drafter_params, state.drafter_state, context_of(state, backbone_params, request), config)
+
+
+def verify_and_commit(
+    backbone: backbone_lib.Backbone, backbone_params: Any, state: DecodeState, proposal: drafters.Proposal, request: Request, *, config: Rules
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """One backbone pass over pending token and drafts; the new state, and how many drafts of each row were kept."""
+    drafts, num_draft = proposal.tokens, proposal.tokens.shape[1]
+    block = jnp.concatenate([state.pending[:, None], jnp.maximum(drafts, 0)], axis=1)  # [B, M+1]
     output = backbone.apply({"params": backbone_params}, block, state.cache)
     assert isinstance(output, backbone_lib.BackboneOutput) and output.logits is not None
     lengths = state.cache.lengths
     places = lengths[:, None] + 1 + jnp.arange(num_draft + 1)  # of the tokens chosen here
-    targets = sampling.choose(output.logits, places, row_keys, config)  # [B, M+1]
-
+    targets = sampling.choose(output.logits, places, request.keys, config)  # [B, M+1]
     accepted = verify.matching(drafts, targets)
-    committed, stopped = verify.cut(targets, accepted, limits - (lengths + 1), config.stop_tokens)
+
+    matched, ends = _ends(targets, state.matched, request, config)
+    committed, stopped = verify.cut(ends, accepted, request.limits - (lengths + 1))
     committed = jnp.where(state.done, 0, committed)
     kept = jnp.minimum(accepted, committed)  # drafts kept and emitted
+    last = jnp.maximum(committed - 1, 0)
 
-    last = jnp.maximum(committed - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(output.hidden, last, axis=1)[:, 0]
-    new = DecodeState(
+    def of_last(values: Array) -> Array:
+        return jnp.take_along_axis(values, last[:, None, None], axis=1)[:, 0]
+
+    new = state.replace(
         cache=output.cache.replace(lengths=lengths + committed),
-        hidden=jnp.where(state.done[:, None], state.hidden, hidden),
-        done=state.done | stopped | (lengths + 1 + committed >= limits),
-        drafter_state=drafter_state,
+        hidden=jnp.where(state.done[:, None], state.hidden, of_last(output.hidden)),
+        done=state.done | stopped | (lengths + 1 + committed >= request.limits),
         tokens=_write_tokens(state.tokens, targets, lengths + 1),
         stopped=state.stopped | (stopped & ~state.done),
+        matched=jnp.where(state.done[:, None], state.matched, of_last(matched)),
         steps=state.steps + jnp.where(state.done, 0, 1),
+        drafted=state.drafted + jnp.where(state.done, 0, (drafts >= 0).sum(axis=1)),
         accepted=state.accepted + (jnp.arange(num_draft) < kept[:, None]),
     )
-    if drafter is not None:
-        new = new.replace(drafter_state=drafter.commit(drafter_state, kept, context_of(new, backbone_params)))
-    return new
+    if state.logits is not None:
+        new = new.replace(logits=jax.vmap(lambda row, update, at: lax.dynamic_update_slice(row, update, (at, 0)))(state.logits, output.logits, lengths + 1))
+    return new, kept
 
 
-def _write_tokens(tokens: Int[Array, "B S+1"], new: Int[Array, "B M+1"], start: Int[Array, " B"]) -> Int[Array, "B S+1"]:
-    """All M+1 choices go in; those beyond what was committed are overwritten before they count."""
+def _ends(chosen: Int[Array, "B T"], matched: Int[Array, "B N"], request: Request, config: Rules) -> tuple[Int[Array, "B T N"], Bool[Array, "B T"]]:
+    """State of the stop strings after each of the chosen tokens, and whether a row that commits it ends there."""
+    ends = jnp.isin(chosen, jnp.asarray(config.stop_tokens, jnp.int32)) if config.stop_tokens else jnp.zeros_like(chosen, bool)
+    if request.stops is None:
+        return jnp.zeros((*chosen.shape, 0), jnp.int32), ends
+    after, found = stops_lib.advance(request.stops, matched, chosen)
+    return after, ends | found
+
+
+def _write_tokens(tokens: Int[Array, "B S+1"], new: Int[Array, "B T"], start: Int[Array, " B"]) -> Int[Array, "B S+1"]:
+    """All T tokens go in, from `start` on; those beyond what was committed are overwritten before they count."""
     return jax.vmap(lambda row, update, begin: lax.dynamic_update_slice(row, update, (begin,)))(tokens, new, start)

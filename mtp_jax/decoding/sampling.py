@@ -49,3 +49,8 @@ def limit(logits: Float[Array, "*rows V"], top_k: int, top_p: float) -> Float[Ar
 def row_keys(seed: int, rows: Sequence[int]) -> Array:
     """One key for each row number."""
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.asarray(rows, jnp.int32))
+
+
+def keys_of_seeds(seeds: Sequence[int]) -> Array:
+    """One key for each seed: that of row 0 of a call with this seed."""
+    return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(jnp.asarray(seeds, jnp.uint32))

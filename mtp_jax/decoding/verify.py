@@ -19,17 +19,18 @@ def matching(drafts: Int[Array, "B M"], targets: Int[Array, "B M+1"]) -> Int[Arr
     return jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1)
 
 
-def cut(
-    targets: Int[Array, "B M+1"], accepted: Int[Array, " B"], remaining: Int[Array, " B"], stop_tokens: tuple[int, ...]
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """How many of targets[:, : accepted + 1] to commit: up to the first stop token (kept) and the row's budget.
+def cut(ends: Bool[Array, "B M+1"], accepted: Int[Array, " B"], remaining: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """How many of the step's tokens to commit: the accepted and one more, up to the first that ends the row (kept) and the row's budget.
+
+    Args:
+      ends: whether the row ends if this token is committed.
+      accepted: 0..M.
+      remaining: tokens the row may still commit.
 
     Returns:
       committed: 0..accepted+1 per row.
-      stopped: whether the last committed token is a stop token.
+      stopped: whether the last committed token ends the row.
     """
-    place = jnp.arange(targets.shape[1])
-    is_stop = jnp.isin(targets, jnp.asarray(stop_tokens, targets.dtype)) if stop_tokens else jnp.zeros_like(targets, bool)
-    first_stop = jnp.where(is_stop, place, targets.shape[1]).min(axis=1)
-    committed = jnp.minimum(jnp.minimum(accepted + 1, first_stop + 1), remaining)
-    return committed, first_stop < committed
+    first_end = jnp.where(ends, jnp.arange(ends.shape[1]), ends.shape[1]).min(axis=1)
+    committed = jnp.minimum(jnp.minimum(accepted + 1, first_end + 1), remaining)
+    return committed, first_end < committed

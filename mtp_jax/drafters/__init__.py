@@ -1,7 +1,7 @@
 """Ways to propose tokens. A drafter is three pure functions over its own state; the loop verifies what it proposes.
 
     init(context) -> state                     after the prefill
-    draft(params, state, context, M) -> tokens [B, M], state
+    draft(params, state, context, rules) -> proposal, state
     commit(state, accepted, context) -> state  after the verify pass
 
 A drafter object is a frozen dataclass: hashable, static under jit. Its arrays travel separately, as `params`.
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from mtp_jax import config as config_lib
 from mtp_jax.models import cache as cache_lib
 
 
@@ -25,6 +26,14 @@ class Context(struct.PyTreeNode):
     hidden: Float[Array, "B D"]  # backbone's state after the final norm at slot lengths - 1
     cache: cache_lib.Cache  # slots 0..lengths-1 are valid
     backbone_params: Any
+    keys: Array | None = None  # one random key a row [B], for drafters that sample
+
+
+class Proposal(struct.PyTreeNode):
+    """What a drafter puts forward to follow the pending token."""
+
+    tokens: Int[Array, "B M"]  # -1 is no proposal: nothing equals it, so it and what follows it are never kept
+    probs: Float[Array, "B M V"] | None = None  # float32: the very distribution each token was drawn from; None for tokens that were not drawn
 
 
 class Drafter(Protocol):
@@ -34,8 +43,8 @@ class Drafter(Protocol):
         """State after the prefill; () when there is none."""
         ...
 
-    def draft(self, params: Any, state: Any, context: Context, num_draft: int) -> tuple[Int[Array, "B M"], Any]:
-        """Propose `num_draft` tokens to follow the pending one."""
+    def draft(self, params: Any, state: Any, context: Context, rules: config_lib.DecodeConfig) -> tuple[Proposal, Any]:
+        """Propose `rules.num_draft` tokens to follow the pending one."""
         ...
 
     def commit(self, state: Any, accepted: Int[Array, " B"], context: Context) -> Any:

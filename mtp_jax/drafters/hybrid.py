@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from mtp_jax import config as config_lib
 from mtp_jax import drafters
 from mtp_jax.drafters import mtp, prompt_lookup
 
@@ -26,15 +27,15 @@ class Hybrid:
     def init(self, context: drafters.Context) -> tuple[()]:
         return ()
 
-    def draft(self, params: mtp.Params, state: tuple[()], context: drafters.Context, num_draft: int) -> tuple[Int[Array, "B M"], tuple[()]]:
-        copied, found = prompt_lookup.lookup(context.tokens, context.cache.lengths, self.min_match, num_draft)
+    def draft(self, params: mtp.Params, state: tuple[()], context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, tuple[()]]:
+        copied, found = prompt_lookup.lookup(context.tokens, context.cache.lengths, self.min_match, rules.num_draft)
         use = found >= self.min_match
 
         def mixed() -> Int[Array, "B M"]:
-            drafted, _ = self.head.draft(params, state, context, num_draft)
-            return jnp.where(use[:, None], copied, drafted)
+            drafted, _ = self.head.draft(params, state, context, rules)
+            return jnp.where(use[:, None], copied, drafted.tokens)
 
-        return lax.cond(use.all(), lambda: copied, mixed), state
+        return drafters.Proposal(tokens=lax.cond(use.all(), lambda: copied, mixed)), state
 
     def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
         return state

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
+from mtp_jax import config as config_lib
 from mtp_jax import drafters
 from mtp_jax.models import head as head_lib
 from mtp_jax.models import layers
@@ -34,7 +35,7 @@ class MTPDrafter:
     def init(self, context: drafters.Context) -> tuple[()]:
         return ()
 
-    def draft(self, params: Params, state: tuple[()], context: drafters.Context, num_draft: int) -> tuple[Int[Array, "B M"], tuple[()]]:
+    def draft(self, params: Params, state: tuple[()], context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, tuple[()]]:
         config = self.head.config
         keys = {donor: context.cache.keys[donor] for donor in config.layers_read}
         values = {donor: context.cache.values[donor] for donor in config.donors}
@@ -45,14 +46,14 @@ class MTPDrafter:
 
         token, hidden = context.pending[:, None], context.hidden[:, None]
         drafts = []
-        for _ in range(num_draft):
+        for _ in range(rules.num_draft):
             output = self.head.apply({"params": params.head}, table[token], hidden, keys, values, last_slot, params.vocab.unembedding)
             assert isinstance(output, head_lib.HeadOutput)
             slot_logits = head_lib.gather_slot_logits(output.logits, index_at_slots)
             token = head_lib.greedy(head_lib.mix(output, slot_logits, followers, last_slot), params.vocab.ids, followers)
             hidden = output.hidden
             drafts.append(token)
-        return jnp.concatenate(drafts, axis=1), state
+        return drafters.Proposal(tokens=jnp.concatenate(drafts, axis=1)), state
 
     def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
         return state

@@ -14,20 +14,22 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from mtp_jax import config as config_lib
 from mtp_jax import drafters
 
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Drafts for every row; where nothing matches they are as good as random, and are rejected."""
+    """Drafts where something matches, and none elsewhere."""
 
     max_match: int = 3  # longer matches count as this long; among equals the latest wins
 
     def init(self, context: drafters.Context) -> tuple[()]:
         return ()
 
-    def draft(self, params: Any, state: tuple[()], context: drafters.Context, num_draft: int) -> tuple[Int[Array, "B M"], tuple[()]]:
-        return lookup(context.tokens, context.cache.lengths, self.max_match, num_draft)[0], state
+    def draft(self, params: Any, state: tuple[()], context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, tuple[()]]:
+        tokens, found = lookup(context.tokens, context.cache.lengths, self.max_match, rules.num_draft)
+        return drafters.Proposal(tokens=jnp.where(found[:, None] > 0, tokens, -1)), state
 
     def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
         return state

@@ -56,3 +56,12 @@ def write(slots: Float[Array, "B K S H"], new: Float[Array, "B K T H"], start: I
         return lax.dynamic_update_slice(row, update, (0, begin, 0))
 
     return jax.vmap(one_row)(slots, new.astype(slots.dtype), start)
+
+
+def grow(cache: Cache, num_slots: int) -> Cache:
+    """The same cache with empty slots added at the end, `num_slots` in all: a copy."""
+
+    def wider(slots: Array) -> Array:
+        return jnp.pad(slots, ((0, 0), (0, 0), (0, num_slots - cache.num_slots), (0, 0)))
+
+    return cache.replace(keys=tuple(map(wider, cache.keys)), values=tuple(map(wider, cache.values)))

@@ -119,7 +119,8 @@ def ours(backbone, head, tokens):
             cache=cache,
             backbone_params=runtime.step_params,
         )
-        drafts, _ = runtime.drafter.draft(params, (), context, M)
+        proposal, _ = runtime.drafter.draft(params, (), context, config_lib.DecodeConfig(num_draft=M))
+        drafts = proposal.tokens
         hidden, token, steps = context.hidden[:, None], context.pending[:, None], []
         keys, values = ({donor: part[donor] for donor in head.config.donors} for part in (cache.keys, cache.values))
         for k in range(M):
@@ -170,6 +171,16 @@ def test_it_drafts_in_the_decode_loop(case):
         kept[:right] += 1
         slots += 1 + right
     assert output.accepted == kept.tolist()
+
+
+def test_every_draft_in_the_decode_loop(case):
+    """One to five tokens are committed a step, so hidden states come from each row of a verify pass, over leftovers of rejected drafts."""
+    model, backbone, theirs, head, tokens = case
+    gaps = [5, 2, 1, 3, 4, 5, 1]
+    with torch.no_grad():
+        text = model.generate(torch.tensor(tokens[None, :4]), max_new_tokens=sum(gaps) + 1, do_sample=False, eos_token_id=None)[0].numpy()
+    for (_, slots), found in fakes.drafts_in_the_loop(generate.make_runtime(backbone, head), text[None], 4, [gaps]).items():
+        assert found == [token for _, _, token in draft(model, theirs, text, slots)], f"after {slots} slots"
 
 
 def test_export_and_back(case, tmp_path):

@@ -112,19 +112,18 @@ def states(runtime, drafter, params, limits, steps, stop_tokens=()):
     padded = np.zeros((3, 32), np.int32)
     for row, prompt in enumerate(PROMPTS):
         padded[row, : len(prompt)] = prompt
-    keys = sampling.row_keys(0, [0, 1, 2])
+    request = loop.Request(limits=jnp.asarray(limits), keys=sampling.row_keys(0, [0, 1, 2]))
     state = loop.prefill(
         runtime.prefill_module,
         runtime.prefill_params,
         padded,
         jnp.asarray(lengths),
-        jnp.asarray(limits),
-        keys,
+        request,
         num_slots=64,
         drafter=drafter,
         config=rules,
     )
-    step = jax.jit(lambda params, state: loop.step(runtime.step_module, drafter, runtime.step_params, params, state, jnp.asarray(limits), keys, config=rules))
+    step = jax.jit(lambda params, state: loop.step(runtime.step_module, drafter, runtime.step_params, params, state, request, config=rules))
     found = [state]
     for _ in range(steps):
         found.append(step(params, found[-1]))
@@ -171,17 +170,17 @@ def test_second_prompt_of_a_bucket_does_not_trace_again(backbone):
 
     @dataclasses.dataclass(frozen=True)
     class Noting(fakes.Random):
-        def draft(self, params, state, context, num_draft):
-            traces.append(num_draft)
-            return super().draft(params, state, context, num_draft)
+        def draft(self, params, state, context, rules):
+            traces.append(rules.num_draft)
+            return super().draft(params, state, context, rules)
 
     runtime = dataclasses.replace(generate.make_runtime(backbone), drafter=Noting())
     generate.run(runtime, fakes.prompts(3, 9), decode(max_new_tokens=5))
     first = len(traces)
     assert first > 0
-    before = loop.decode._cache_size(), loop.read_prompts._cache_size()
+    before = loop.decode._cache_size(), loop.read._cache_size()
     generate.run(runtime, fakes.prompts(11, 2, seed=6), decode(max_new_tokens=17))
-    assert len(traces) == first and (loop.decode._cache_size(), loop.read_prompts._cache_size()) == before
+    assert len(traces) == first and (loop.decode._cache_size(), loop.read._cache_size()) == before
     generate.run(runtime, fakes.prompts(3, 9), decode(max_new_tokens=5, num_draft=2))
     assert len(traces) > first
 

@@ -84,16 +84,14 @@ def rules(num_draft):
 
 
 def compiled_decode(runtime, drafter, batch, num_draft):
-    keys = sampling.row_keys(0, list(range(batch)))
-    lengths, limits = jnp.full((batch,), 5), jnp.full((batch,), 50)
+    lengths = jnp.full((batch,), 5)
+    request = loop.Request(limits=jnp.full((batch,), 50), keys=sampling.row_keys(0, list(range(batch))))
     prompts = jnp.zeros((batch, 8), jnp.int32)
     state = jax.eval_shape(
-        lambda: loop.prefill(
-            runtime.prefill_module, runtime.prefill_params, prompts, lengths, limits, keys, num_slots=S, drafter=drafter, config=rules(num_draft)
-        )
+        lambda: loop.prefill(runtime.prefill_module, runtime.prefill_params, prompts, lengths, request, num_slots=S, drafter=drafter, config=rules(num_draft))
     )
     params = None if drafter is None or isinstance(drafter, prompt_lookup.PromptLookup) else runtime.drafter_params
-    return loop.decode.lower(runtime.step_module, drafter, runtime.step_params, params, state, limits, keys, config=rules(num_draft)).compile().as_text()
+    return loop.decode.lower(runtime.step_module, drafter, runtime.step_params, params, state, request, config=rules(num_draft)).compile().as_text()
 
 
 @pytest.mark.parametrize("batch", [1, 3])

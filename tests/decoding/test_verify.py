@@ -7,7 +7,15 @@ import pytest
 from mtp_jax.decoding import verify
 
 matching = jax.jit(verify.matching)
-cut = jax.jit(verify.cut, static_argnums=3)
+
+
+@jax.jit
+def ends_at(targets, stops):
+    return (targets[..., None] == stops).any(axis=-1)
+
+
+def cut(targets, accepted, remaining, stops):
+    return jax.jit(verify.cut)(ends_at(targets, np.array(stops, int)), accepted, remaining)
 
 
 def test_matching_counts_the_leading_matches():

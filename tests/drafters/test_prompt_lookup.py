@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mtp_jax import config as config_lib
+from mtp_jax import drafters
 from mtp_jax.decoding import generate
 from mtp_jax.drafters import hybrid, prompt_lookup
 
@@ -76,6 +77,14 @@ def test_output_is_vanillas(runtimes, name, rows):
     assert rows == 1 or sum(output.accepted[0] for output in result.outputs) > 0, "nothing was ever kept: the test proves little"
 
 
+@dataclasses.dataclass(frozen=True)
+class Copying(prompt_lookup.PromptLookup):
+    """Copies what follows the latest place, whatever stands there."""
+
+    def draft(self, params, state, context, rules):
+        return drafters.Proposal(tokens=prompt_lookup.lookup(context.tokens, context.cache.lengths, 0, rules.num_draft)[0]), state
+
+
 def test_the_hybrid_drafts_as_one_or_the_other(runtimes):
     _, drafted = runtimes
     head = drafted["mtp"].drafter
@@ -86,7 +95,7 @@ def test_the_hybrid_drafts_as_one_or_the_other(runtimes):
         return [(output.steps, output.accepted) for output in generate.run(runtime, prompts, config).outputs]
 
     params = drafted["mtp"].drafter_params
-    assert steps(hybrid.Hybrid(head, min_match=0), params) == steps(prompt_lookup.PromptLookup(max_match=0), None)  # always copies
+    assert steps(hybrid.Hybrid(head, min_match=0), params) == steps(Copying(), None)
     assert steps(hybrid.Hybrid(head, min_match=99), params) == steps(head, params)  # never does
 
 

@@ -18,7 +18,7 @@ PROMPTS = [Prompt("a", "hello"), Prompt("b", "goodbye"), Prompt("a", "a" * 90), 
 
 
 def _output(tokens, steps, accepted):
-    return generate_lib.Output(tokens=tokens, text="", prompt_tokens=3, steps=steps, accepted=accepted, finish_reason="length")
+    return generate_lib.Output(tokens=tokens, text="", prompt_tokens=3, steps=steps, drafted=steps * len(accepted), accepted=accepted, finish_reason="length")
 
 
 def _by_hand():

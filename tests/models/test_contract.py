@@ -10,6 +10,7 @@ Each has a control next to it: the same comparison with one thing shifted must f
 """
 
 import dataclasses
+from functools import partial
 
 import fakes
 import jax
@@ -59,7 +60,11 @@ def _fresh(config, params, tokens, length):
 
 
 _fresh = jax.jit(_fresh, static_argnums=0)
-_draft = jax.jit(lambda drafter, params, context, count: drafter.draft(params, (), context, count)[0], static_argnums=(0, 3))
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _draft(drafter, params, context, count):
+    return drafter.draft(params, (), context, config_lib.DecodeConfig(num_draft=count))[0].tokens
 
 
 @pytest.fixture(scope="module", params=["pending", "last"])
@@ -253,7 +258,7 @@ def test_drafts_equal_numpy(case):
 
 RULES = config_lib.DecodeConfig(max_new_tokens=1, num_draft=M)
 LENGTHS = np.array([4, 9, 11])
-KEYS = sampling.row_keys(0, [0, 1, 2])
+REQUEST = loop.Request(limits=jnp.asarray(LENGTHS + 30), keys=sampling.row_keys(0, [0, 1, 2]))
 
 
 @pytest.fixture(scope="module")
@@ -263,12 +268,12 @@ def start(backbone):
     for row, prompt in enumerate(fakes.prompts(*LENGTHS)):
         padded[row, : len(prompt)] = prompt
     module = backbone_lib.Backbone(backbone.config)
-    return loop.prefill(module, backbone.params, padded, jnp.asarray(LENGTHS), jnp.asarray(LENGTHS + 30), KEYS, num_slots=48, drafter=None, config=RULES)
+    return loop.prefill(module, backbone.params, padded, jnp.asarray(LENGTHS), REQUEST, num_slots=48, drafter=None, config=RULES)
 
 
 def stepper(case, drafter):
     module = backbone_lib.Backbone(case.backbone.config)
-    return jax.jit(lambda params, state: loop.step(module, drafter, case.backbone.params, params, state, jnp.asarray(LENGTHS + 30), KEYS, config=RULES))
+    return jax.jit(lambda params, state: loop.step(module, drafter, case.backbone.params, params, state, REQUEST, config=RULES))
 
 
 def draft_logits(case, context, extra_slots=0):
@@ -289,7 +294,7 @@ def test_a_draft_after_a_rejection_is_the_draft_of_a_fresh_prefill(case, start):
     step_wrong, step_own = stepper(case, fakes.Wrong()), stepper(case, drafter)
     for number in range(5):
         state = step_wrong(wrong, state) if number < 2 else step_own(case.params, state)
-        context = loop.context_of(state, case.backbone.params)
+        context = loop.context_of(state, case.backbone.params, REQUEST)
         fresh = case.fresh(state.tokens, state.cache.lengths + 1)
         np.testing.assert_array_equal(_draft(drafter, case.params, context, M), _draft(drafter, case.params, fresh, M))
         np.testing.assert_allclose(draft_logits(case, context), draft_logits(case, fresh), rtol=1e-4, atol=1e-4)
@@ -320,8 +325,8 @@ def test_garbage_beyond_the_length_changes_nothing(case, start):
     for _ in range(4):
         dirty = garbage(dirty, rng)
         np.testing.assert_array_equal(
-            _draft(mtp.MTPDrafter(case.head), case.params, loop.context_of(dirty, case.backbone.params), M),
-            _draft(mtp.MTPDrafter(case.head), case.params, loop.context_of(clean, case.backbone.params), M),
+            _draft(mtp.MTPDrafter(case.head), case.params, loop.context_of(dirty, case.backbone.params, REQUEST), M),
+            _draft(mtp.MTPDrafter(case.head), case.params, loop.context_of(clean, case.backbone.params, REQUEST), M),
         )
         clean, dirty = step(case.params, clean), step(case.params, dirty)
         np.testing.assert_array_equal(clean.hidden, dirty.hidden)
@@ -337,7 +342,7 @@ def test_garbage_inside_the_length_would_show(case, start):
     """Control: the same values one slot earlier change the drafts' logits in every row."""
     spoiled = garbage(start.replace(cache=start.cache.replace(lengths=start.cache.lengths - 1)), np.random.default_rng(0))
     spoiled = spoiled.replace(cache=spoiled.cache.replace(lengths=start.cache.lengths), tokens=start.tokens)
-    before, after = (draft_logits(case, loop.context_of(state, case.backbone.params)) for state in (start, spoiled))
+    before, after = (draft_logits(case, loop.context_of(state, case.backbone.params, REQUEST)) for state in (start, spoiled))
     assert (np.abs(before - after).max(axis=(1, 2)) > 1e-2).all()
 
 
