@@ -9,14 +9,27 @@ if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import load_backbone, load_head
     from mtp_jax.config import BackboneConfig, ConfigError, DecodeConfig, HeadConfig, TrainConfig
     from mtp_jax.decoding.generate import generate, generate_vanilla
+    from mtp_jax.decoding.stream import generate_stream
 
 __version__ = "0.1.0"
-__all__ = ["BackboneConfig", "ConfigError", "DecodeConfig", "HeadConfig", "TrainConfig", "generate", "generate_vanilla", "load_backbone", "load_head"]
+__all__ = [
+    "BackboneConfig",
+    "ConfigError",
+    "DecodeConfig",
+    "HeadConfig",
+    "TrainConfig",
+    "generate",
+    "generate_stream",
+    "generate_vanilla",
+    "load_backbone",
+    "load_head",
+]
 
 _HOME = {
     "mtp_jax.checkpoints.load": ("load_backbone", "load_head"),
     "mtp_jax.config": ("BackboneConfig", "ConfigError", "DecodeConfig", "HeadConfig", "TrainConfig"),
     "mtp_jax.decoding.generate": ("generate", "generate_vanilla"),
+    "mtp_jax.decoding.stream": ("generate_stream",),
 }
 
 

@@ -1,6 +1,6 @@
 """The command line: parse, run, and turn errors into one line and an exit code.
 
-Exit codes: 0 done; 1 files or prompts that can't be used; 2 wrong usage (a flag, a value, a name); 130 Ctrl-C.
+Exit codes: 0 done; 1 files or prompts that can't be used, or a check that fails; 2 wrong usage (a flag, a value, a name); 130 Ctrl-C.
 Text for people goes to stderr. With --json, the last line of stdout is one JSON document.
 """
 
@@ -19,7 +19,7 @@ import tyro
 from mtp_jax import config as config_lib
 from mtp_jax import demo
 from mtp_jax.checkpoints import errors
-from mtp_jax.commands import evaluate, export, generate, rollout, shared, train
+from mtp_jax.commands import bench, evaluate, export, generate, rollout, shared, train, verify_exact
 
 Command = (
     Annotated[demo.Demo, tyro.conf.subcommand("demo")]
@@ -27,11 +27,13 @@ Command = (
     | Annotated[train.Train, tyro.conf.subcommand("train")]
     | Annotated[generate.Generate, tyro.conf.subcommand("generate")]
     | Annotated[evaluate.Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[verify_exact.VerifyExact, tyro.conf.subcommand("verify-exact")]
+    | Annotated[bench.Bench, tyro.conf.subcommand("bench")]
     | Annotated[export.Export, tyro.conf.subcommand("export")]
 )
 DESCRIPTION = """Faster text from a frozen language model: a light head drafts a few tokens, the model checks them in one pass and keeps those it would
-have written itself. See it with `mtp-jax demo`; make your own head with `rollout`, then `train`; use it with `generate`; measure it with `evaluate`;
-hand it on with `export`."""
+have written itself. See it with `mtp-jax demo`; make your own head with `rollout`, then `train`; use it with `generate`; measure it with `evaluate`,
+put its exactness to the test with `verify-exact`, its speed, part by part, with `bench`; hand it on with `export`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             document = command.run()
         if command.json:
             print(json.dumps(document), flush=True)
-        return 0
+        return command.status(document)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except KeyboardInterrupt:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 LayerType = Literal["full", "sliding"]
 DrafterName = Literal["mtp", "prompt_lookup", "hybrid"]
+AcceptRule = Literal["match", "rejection"]
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -365,7 +366,11 @@ class DecodeConfig:
     top_k: int = 0  # sample among the k most probable tokens; 0 is no limit
     top_p: float = 1.0  # sample among the most probable tokens that together reach this probability
     min_p: float = 0.0  # sample among the tokens at least this share as probable as the most probable one
+    accept: AcceptRule = "match"  # when sampling, a draft is kept if it is the backbone's own sample, or by the ratio of probabilities (decoding/verify.py)
     seed: int = 0
+    # Slots of layers with a window: as many as the text has tokens, or a ring of little more than the window (models/cache.py).
+    window_cache: Literal["full", "ring"] = "full"
+    min_confidence: float = 0.0  # propose no more once the product of the drafts' probabilities is below; 0 is always num_draft
     keep_logits: bool = False  # keep the logits that every new token was chosen from (memory: 4 bytes x vocabulary x slots a row)
 
     def __post_init__(self) -> None:
@@ -375,12 +380,23 @@ class DecodeConfig:
         _require(
             all(isinstance(s, str) and s for s in self.stop_strings), "stop_strings", self.stop_strings, "every one must be a string of at least one character"
         )
+        for text in self.stop_strings:
+            lone = any("\ud800" <= letter <= "\udfff" for letter in text)
+            _require(not lone, "stop_strings", text, "must be Unicode text, and half of a surrogate pair is none")
         _require_positive(self, "max_new_tokens")
         _require(isinstance(self.num_draft, int) and self.num_draft >= 0, "num_draft", self.num_draft, "must be an integer of at least 0")
         _require(self.temperature >= 0, "temperature", self.temperature, "must not be negative; 0 is greedy")
         _require(self.top_k >= 0, "top_k", self.top_k, "must not be negative; 0 is no limit")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
+        _require(0 <= self.min_confidence <= 1, "min_confidence", self.min_confidence, "must be in [0, 1]; 0 always drafts num_draft tokens")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]; 0 is no limit")
+        _require(self.window_cache in ("full", "ring"), "window_cache", self.window_cache, "must be 'full' or 'ring'")
+        _require(self.accept in get_args(AcceptRule), "accept", self.accept, f"must be one of {', '.join(get_args(AcceptRule))}")
+
+    @property
+    def by_rejection(self) -> bool:
+        """Whether drafts are kept by the ratio of probabilities; greedy decoding has one rule only."""
+        return self.accept == "rejection" and self.temperature > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ def read(paths: Sequence[str | Path], *, limit: int | None = None) -> list[Promp
     """Read prompts, `limit` of each file at most.
 
     Raises:
-      PromptFileError: naming file and line: not JSON, no `prompt`, or an empty one; or a file without any.
+      PromptFileError: naming file and line: not JSON, no `prompt`, an empty one, or one that isn't Unicode text; or a file without any.
     """
     prompts: list[Prompt] = []
     for path in paths:
@@ -52,7 +52,13 @@ def _parse(line: str, where: str, task: str) -> Prompt:
         raise PromptFileError(f"{where}: needs an object with a text 'prompt'")
     if not record["prompt"].strip():
         raise PromptFileError(f"{where}: 'prompt' is empty")
-    return Prompt(task=str(record.get("task", task)), text=record["prompt"])
+    prompt = Prompt(task=str(record.get("task", task)), text=record["prompt"])
+    for name, text in (("task", prompt.task), ("prompt", prompt.text)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
+            raise PromptFileError(f"{where}: '{name}' isn't Unicode text: {error}") from None
+    return prompt
 
 
 def digest(prompts: Sequence[Prompt]) -> str:

@@ -42,6 +42,7 @@ class Tokenizer:
     """Characters as tokens: 'a' is 1, 'b' is 2, ...; no chat template."""
 
     has_chat_template = False
+    drops_first_space = True  # as the text of a token is a space and its number
     vocab_size = BACKBONE.vocab_size
 
     def __init__(self, stop_tokens: tuple[int, ...] = ()):
@@ -52,6 +53,31 @@ class Tokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
+
+    def settled_text(self, tokens: list[int]) -> str:
+        return self.decode(tokens)
+
+    def token_bytes(self, vocab_size: int) -> list[bytes]:
+        return [f" {token}".encode() for token in range(vocab_size)]
+
+
+class Pieces(Tokenizer):
+    """Token i adds pieces[i] to a text: any bytes, such as a part of a character."""
+
+    drops_first_space = False
+
+    def __init__(self, pieces: list[bytes], stop_tokens: tuple[int, ...] = ()):
+        super().__init__(stop_tokens)
+        self.pieces = pieces
+
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(self.pieces[token] for token in tokens).decode(errors="replace")
+
+    def settled_text(self, tokens: list[int]) -> str:
+        return self.decode(tokens).rstrip("\ufffd")
+
+    def token_bytes(self, vocab_size: int) -> list[bytes]:
+        return self.pieces[:vocab_size]
 
 
 def random_like(tree: Any, seed: int, gain: float = 1.0) -> Any:
@@ -158,11 +184,11 @@ class Watched:
     def init(self, context: Any) -> tuple[()]:
         return ()
 
-    def draft(self, params: Any, state: tuple[()], context: Any, how_much: Any) -> Any:
+    def draft(self, params: Any, state: tuple[()], context: Any, rules: Any) -> tuple[drafters.Proposal, tuple[()]]:
         script, own = params
-        drafts, _ = self.inner.draft(own, (), context, how_much)
-        jax.debug.callback(self.note, context.cache.lengths, getattr(drafts, "tokens", drafts))
-        return Scripted(vocab_size=self.vocab_size).draft(script, state, context, how_much)
+        proposal, _ = self.inner.draft(own, (), context, rules)
+        jax.debug.callback(self.note, context.cache.lengths, proposal.tokens)
+        return Scripted(vocab_size=self.vocab_size).draft(script, state, context, rules)
 
     def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
         return state

@@ -13,7 +13,8 @@ import tiny_files
 
 from mtp_jax import cli, demo
 from mtp_jax.checkpoints import heads, load
-from mtp_jax.config import head_config_for
+from mtp_jax.config import DecodeConfig, head_config_for
+from mtp_jax.evaluation import exactness
 from mtp_jax.models import head as head_lib
 
 PROMPTS = [{"task": "greet", "prompt": "hello 12"}, {"task": "greet", "prompt": "hello hello"}, {"task": "sea", "prompt": "tell me about the sea"}]
@@ -95,6 +96,31 @@ def test_generate_several_prompts(files, ends_well):
     assert from_file["outputs"][1]["tokens"] == several["outputs"][2]["tokens"]
 
 
+def test_generate_ends_before_a_stop_string(files, ends_well):
+    whole = ends_well("generate", "hello 12", *_model(files), *SIZES)
+    string = whole["text"][2:4]
+    record = ends_well("generate", "hello 12", *_model(files), *SIZES, "--stop", string, "never")
+    assert record["text"] == whole["text"][: whole["text"].index(string)] and record["finish_reason"] == "stop"
+    assert record["tokens"] == whole["tokens"][: len(record["tokens"])] and len(record["tokens"]) < 12
+
+
+def test_generate_prints_as_it_comes_on_a_terminal(files, run, monkeypatch):
+    """What stands on the terminal in the end is what a file would hold."""
+    from mtp_jax.decoding import stream
+
+    taken = []
+    monkeypatch.setattr(stream.Row, "take", lambda row, *args, take=stream.Row.take: taken.append(take(row, *args)) or taken[-1])
+    expected = run("generate", "hello 12", *_model(files), *SIZES)
+    assert not taken
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code, out, err = run("generate", "hello 12", *_model(files), *SIZES)
+    assert (code, out) == (0, expected[1]) and len(taken) >= 2 and taken[0].finish_reason is None
+    assert "finish: length" in err[-1] and err[-1].partition(",")[0] == expected[2][-1].partition(",")[0]
+    count = len(taken)
+    assert run("generate", "hello 12", "hello", *_model(files), *SIZES)[0] == run("generate", "hello 12", "--json", *_model(files), *SIZES)[0] == 0
+    assert len(taken) == count
+
+
 def test_evaluate(files, ends_well, tmp_path):
     out = tmp_path / "new" / "results.json"
     result = ends_well("evaluate", "--prompts", files / "prompts.jsonl", *_model(files), *SIZES, "--out", out)
@@ -108,6 +134,55 @@ def test_evaluate(files, ends_well, tmp_path):
     assert result["settings"]["head"] == "tiny-head" and result["settings"]["num_draft"] == 2
     limited = ends_well("evaluate", "--prompts", files / "prompts.jsonl", files / "prompts.jsonl", "--limit", "1", *_model(files), *SIZES)
     assert limited["overall"]["prompts"] == 2 and list(limited["tasks"]) == ["greet"]
+
+
+def test_verify_exact(files, ends_well, run, tmp_path, monkeypatch):
+    out = tmp_path / "new" / "exact.json"
+    flags = ["--prompts", files / "prompts.jsonl", *_model(files), *SIZES]
+    result = ends_well("verify-exact", *flags, "--batch-size", "2", "--out", out)
+    assert json.loads(out.read_text()) == result and [path.name for path in out.parent.iterdir()] == ["exact.json"]
+    keys = ["exact", "prompts", "tokens", "steps", "tokens_per_step", "accept_unconditional", "accept_conditional", "against", "settings"]
+    assert list(result) == keys and list(result["against"]) == ["fixed_width", "one_token"]
+    assert (result["exact"], result["prompts"], result["settings"]["tokens_only"]) == (True, 3, False)
+    for numbers in result["against"].values():
+        assert (numbers["identical"], numbers["tokens_identical"], numbers["differences"]) == (3, result["tokens"], [])
+    assert result["against"]["fixed_width"]["other_bits"] == 0
+
+    monkeypatch.setattr(demo, "PROMPTS", (("one", "hello 12"), ("two", "hello hello"), ("three", "hello")))
+    by_default = ends_well("verify-exact", *_model(files), *SIZES, "--tokens-only", "--limit", "1")
+    assert (by_default["exact"], by_default["prompts"], by_default["against"]["fixed_width"]["other_bits"]) == (True, 1, None)
+
+    place = {"prompt": 1, "position": 2, "reference_token": 8, "drafted_token": None, "gap": 1e-6}
+    loose = result["against"]["one_token"] | {"identical": 2, "differences": [place], "largest_gap": 1e-6}
+    parted = result | {"against": result["against"] | {"one_token": loose}}
+    monkeypatch.setattr(exactness, "verify_exact", lambda *args, **kwargs: parted)
+    code, _, err = run("verify-exact", *flags)
+    said = "prompt 1, generated token 2: token 8 alone, one token a pass, no token with the head; the two best logits are 1e-06 apart"
+    assert code == 0 and said in err and any(line.startswith("warning: 1 of 3 prompts differ from one token a pass") for line in err)
+    assert err[-1] == "exact: the same tokens and logits, in every bit"
+    assert run("verify-exact", *flags, "--strict")[0] == 1
+    strict = loose | {"other_bits": 4, "first_other_bits": [{"prompt": 1, "position": 0}], "differences": [place | {"gap": None}]}
+    monkeypatch.setattr(exactness, "verify_exact", lambda *args, **kwargs: parted | {"exact": False, "against": {"fixed_width": strict, "one_token": loose}})
+    code, lines, err = run("verify-exact", *flags, "--json")
+    assert code == 1 and json.loads(lines[-1])["exact"] is False
+    assert "prompt 1: logits differ from generated token 0 on" in err and err[-1].startswith("NOT EXACT")
+
+
+def test_bench(files, ends_well, tmp_path):
+    out, plan = tmp_path / "new" / "bench.json", ["--num-draft", "1", "--context", "10", "--passes", "2", "--rounds", "1", "--decode-rounds", "0"]
+    flags = ["--prompts", files / "prompts.jsonl", "--limit", "1", *_model(files), "--max-new-tokens", "12", *plan, "--bandwidth", "100", "--tflops", "5"]
+    result = ends_well("bench", *flags, "--out", out)
+    assert json.loads(out.read_text()) == result and list(result) == ["roofline", "passes", "end_to_end", "drafter_bytes", "settings"]
+    assert result["passes"]["one_token"]["ratio"] == 1.0 and [item["width"] for item in result["passes"]["verify"]] == [1, 2]
+    (device,) = result["roofline"]["accelerators"]
+    assert (device["name"], device["gb_per_second"], device["tflop_per_second"]) == ("given", 100, 5)
+    assert result["end_to_end"] == [] and result["settings"]["plan"]["max_new_tokens"] == 12
+
+
+def test_bench_flags(files):
+    command = cli.parse(["bench", "--num-draft", "1", "3", "--widths", "8", "16", "--batch-sizes", "1", "4", "--both-layouts", "--limit", "2"])
+    assert (command.num_draft, command.widths, command.batch_sizes, command.both_layouts) == ((1, 3), (8, 16), (1, 4), True)
+    assert [prompt.text for prompt in command._read_prompts()] == [text for _, text in demo.PROMPTS[:2]]
 
 
 def test_demo(files, ends_well, monkeypatch):
@@ -149,6 +224,33 @@ def test_train_flags_reach_the_head(files):
     assert (command.config.steps, command.config.max_length, command.config.learning_rate) == (2, 64, 1e-3)
 
 
+COMMANDS = {"generate": ["hello"], "evaluate": ["--prompts", "PROMPTS"], "rollout": ["--prompts", "PROMPTS", "--out", "OUT"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_sampling_flags_reach_the_decoder(files, run, monkeypatch, tmp_path, command):
+    from mtp_jax.decoding import generate as generate_lib
+    from mtp_jax.evaluation import acceptance
+    from mtp_jax.training import rollout
+
+    seen = []
+
+    def stop(*args, **options):
+        seen.extend(value for value in args if isinstance(value, DecodeConfig))
+        raise KeyboardInterrupt
+
+    for module, name in ((generate_lib, "generate"), (acceptance, "evaluate"), (rollout, "rollout")):
+        monkeypatch.setattr(module, name, stop)
+    places = {"PROMPTS": files / "prompts.jsonl", "OUT": tmp_path / "out.jsonl"}
+    args = [command, *(places.get(arg, arg) for arg in COMMANDS[command]), "--backbone", files / "backbone", "--max-new-tokens", "9"]
+    args += ["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1", "--seed", "4"]
+    drafting = command != "rollout"
+    assert run(*args, *(["--head", files / "head", "--num-draft", "2", "--accept", "rejection"] if drafting else []))[0] == 130
+    (config,) = seen
+    assert (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.min_p, config.seed) == (9, 0.7, 5, 0.9, 0.1, 4)
+    assert (config.num_draft, config.accept) == ((2, "rejection") if drafting else (0, "match"))
+
+
 def _cut(source, target):
     """Copy a file, or a folder and its weights, without the last bytes."""
     path = shutil.copytree(source, target) / "model.safetensors" if source.is_dir() else shutil.copy(source, target)
@@ -172,8 +274,23 @@ MISTAKES = {
         "num_draft=0",
     ),
     "no drafts, demo": (2, ["demo", "--backbone", "ROOT/backbone", "--head", "ROOT/head", "--num-draft", "0"], "num_draft=0"),
+    "half an accelerator": (2, ["bench", "--bandwidth", "819", "--out", "OUT"], "--bandwidth and --tflops: give both, or neither"),
+    "a slow accelerator": (2, ["bench", "--bandwidth", "819", "--tflops", "0", "--out", "OUT"], "--tflops 0.0: must be above 0"),
+    "no drafts, bench": (2, ["bench", "--num-draft", "0", "--out", "OUT"], "num_drafts=0: each must be at least 1"),
+    "no rounds, bench": (2, ["bench", "--rounds", "0", "--out", "OUT"], "rounds=0: must be at least 1"),
+    "nothing to bench": (1, ["bench", "--prompts", "ROOT/none.jsonl", "--out", "OUT"], "none.jsonl: no such file"),
+    "long context": (
+        1,
+        ["bench", "--backbone", "ROOT/backbone", "--head", "ROOT/head", "--context", "2040", "--out", "OUT"],
+        r"prompt 0 has 2040 tokens: .*max_positions=2048",
+    ),
+    "nothing to verify": (2, ["verify-exact", "--backbone", "ROOT/backbone", "--head", "none", "--out", "OUT"], "--head none: leaves nothing to check"),
+    "no drafts, verify-exact": (2, ["verify-exact", "--backbone", "ROOT/backbone", "--head", "ROOT/head", "--num-draft", "0"], "num_draft=0"),
     "wrong value": (2, ["generate", "hi", "--temperature", "-1"], "temperature=-1.0: must not be negative"),
+    "wrong share": (2, ["rollout", "--prompts", "ROOT/prompts.jsonl", "--out", "OUT", "--min-p", "2"], r"min_p=2.0: must be in \[0, 1\]"),
+    "wrong accept rule": (2, ["generate", "hi", "--accept", "typical"], "--accept"),
     "wrong batch": (2, ["rollout", "--prompts", "ROOT/prompts.jsonl", "--out", "OUT", "--batch-size", "0"], "--batch-size 0: must be at least 1"),
+    "empty stop string": (2, ["generate", "hi", "--stop", ""], "stop_strings=.*: every one must be a string of at least one character"),
     "no steps": (2, ["train", "--rollouts", "ROOT/prompts.jsonl", "--out", "OUT", "--steps", "0"], "steps=0: must be an integer of at least 1"),
     "wrong flag": (2, ["generate", "hi", "--no-such-flag"], "Unrecognized options: --no-such-flag; see mtp-jax"),
     "wrong number": (2, ["generate", "hi", "--seed", "x"], "Error parsing --seed: .*'x'; see mtp-jax"),
@@ -182,6 +299,16 @@ MISTAKES = {
     "no rollouts": (1, ["train", "--rollouts", "ROOT/none.jsonl", "--backbone", "ROOT/backbone", "--out", "OUT"], "none.jsonl: No such file"),
     "wrong line": (1, ["rollout", "--prompts", "ROOT/bad.jsonl", "--out", "OUT"], "bad.jsonl:2: not JSON"),
     "wrong rollout": (1, ["train", "--rollouts", "ROOT/prompts.jsonl", "--backbone", "ROOT/backbone", "--out", "OUT"], "prompts.jsonl:1: not a rollout"),
+    "half a surrogate pair": (
+        1,
+        ["generate", "hi \udc80", "--backbone", "ROOT/backbone", "--head", "none"],
+        r"message 1: 'content' has '\\udc80' at character 4: must be Unicode text",
+    ),
+    "half a surrogate pair in a file": (
+        1,
+        ["evaluate", "--prompts", "ROOT/half.jsonl", "--backbone", "ROOT/backbone", "--head", "none", "--out", "OUT"],
+        r"half.jsonl:1: 'prompt' isn't Unicode text: .*'\\ud800' in position 1: surrogates not allowed",
+    ),
     "cut gguf": (1, ["generate", "hi", "--backbone", "ROOT/cut.gguf", "--head", "none"], "cut.gguf"),
     "cut safetensors": (1, ["generate", "hi", "--backbone", "ROOT/cut", "--head", "none"], "cut/model.safetensors"),
     "cut head": (1, ["generate", "hi", "--backbone", "ROOT/backbone", "--head", "ROOT/cut_head"], "head.safetensors: SHA-256 is"),
@@ -197,6 +324,7 @@ MISTAKES = {
 @pytest.fixture(scope="module")
 def damaged(files):
     (files / "bad.jsonl").write_text('{"prompt": "good"}\n{"prompt": \n')
+    (files / "half.jsonl").write_text('{"prompt": "x\\ud800"}\n')
     _cut(files / "backbone.gguf", files / "cut.gguf")
     _cut(files / "backbone", files / "cut")
     with open(shutil.copytree(files / "head", files / "cut_head") / "head.safetensors", "r+b") as file:
@@ -212,7 +340,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(damaged, run, tmp_path, mistake)
     assert (found, out) == (code, [])
     complaints = [line for line in err if line.startswith("mtp-jax: ")]
     assert complaints == err[-1:] and len(complaints) == 1
-    assert all(line.startswith(("loading ", "loaded ", "compiling", "evaluating")) for line in err[:-1])
+    assert all(line.startswith(("loading ", "loaded ", "compiling", "evaluating", "decoding")) for line in err[:-1])
     assert re.search(message, complaints[0]), complaints[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -231,7 +359,7 @@ def test_a_defect_keeps_its_trace_and_ctrl_c_does_not(run, monkeypatch):
         run()
 
 
-@pytest.mark.parametrize("command", ["", "demo", "rollout", "train", "generate", "evaluate", "export"])
+@pytest.mark.parametrize("command", ["", "demo", "rollout", "train", "generate", "evaluate", "verify-exact", "bench", "export"])
 def test_help(run, command):
     code, out, err = run(*command.split(), "--help")
     assert (code, err) == (0, []) and f"usage: mtp-jax {command}" in "\n".join(out)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,7 @@ import numpy as np
 
 from mtp_jax import config as config_lib
 from mtp_jax import files
-from mtp_jax.checkpoints import errors, families, heads, hf_config
-from mtp_jax.checkpoints.hf import read_json
+from mtp_jax.checkpoints import errors, families, heads, hf, hf_config
 
 if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import LoadedBackbone
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 CONFIG, TENSORS = "config.json", "model.safetensors"
 _TEXT_MODELS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}  # model_type -> of its text_config
 _DEFAULTS = {"use_ordered_embeddings": False, "num_centroids": 2048, "centroid_intermediate_top_k": 32, "tie_word_embeddings": True}
-_FLOATS = ("F16", "BF16", "F32", "F64")
 _ORDER = "masked_embedding.token_ordering"
 _ORIGIN = "mtp_jax"  # field of config.json that says which backbone a head was trained on; other programs ignore it
 _ONLY = {"attention_bias": False, "use_double_wide_mlp": False, "enable_moe_block": False, "hidden_size_per_layer_input": 0}
@@ -47,27 +44,27 @@ _GEMMA4 = dict(activation="gelu_tanh", qk_norm=True, v_norm=True, sandwich_norms
 def is_assistant(folder: Path) -> bool:
     """Whether a folder's config.json says that it holds an assistant."""
     path = folder / CONFIG
-    return path.is_file() and read_json(path).get("model_type") in _TEXT_MODELS
+    return path.is_file() and hf.read_json(path).get("model_type") in _TEXT_MODELS
 
 
 def read(folder: Path, backbone: LoadedBackbone, *, any_backbone: bool = False) -> heads.LoadedHead:
     """Read an assistant's folder as a head for `backbone`.
 
     Args:
-      folder: holds config.json and model.safetensors.
+      folder: holds config.json and safetensors, in one file or in shards.
       backbone: a Gemma 4 text model whose K/V have the shape that config.json states.
       any_backbone: True accepts a head that says it was trained on another backbone. A folder that doesn't say is taken at its word.
 
     Raises:
       UnsupportedModel: the backbone isn't a Gemma 4, or a field has a value that means something else than this head does.
       CheckpointError: a field is missing or impossible, or the head is of another backbone.
-      MissingTensor, UnexpectedTensor, MisshapenTensor, DamagedFile: model.safetensors isn't what config.json implies.
+      MissingTensor, UnexpectedTensor, MisshapenTensor, DamagedFile: the safetensors aren't what config.json implies.
       ConfigError: the head doesn't fit the backbone's shape.
     """
     path = folder / CONFIG
     if not is_gemma4(backbone.config):
         raise errors.UnsupportedModel(f"{path}: an assistant reads the K/V of a Gemma 4 backbone only; {backbone.name!r} isn't one")
-    values = _DEFAULTS | read_json(path)
+    values = _DEFAULTS | hf.read_json(path)
     config = _head_config(values, backbone.config, path)
     origin = values.get(_ORIGIN) or {}
     trained_on = origin.get("fingerprint", backbone.fingerprint)
@@ -76,17 +73,12 @@ def read(folder: Path, backbone: LoadedBackbone, *, any_backbone: bool = False) 
             f"{path}: head {folder.resolve().name!r} was trained for another backbone (fingerprint {trained_on}, this backbone {backbone.fingerprint}): "
             "drafts would be poor; pass any_backbone=True to use it all the same"
         )
-    where = folder / TENSORS
-    kinds = _kinds(where)
+    tensors = {tensor.name: tensor for tensor in hf.stored(folder, integers=(_ORDER,))}
     ids = np.arange(config.draft_vocab_size, dtype=np.int32)
     if config.output == "centroids":
-        ids = _token_ordering(kinds.pop(_ORDER, None), config.draft_vocab_size, where)
-    for name, (_, dtype) in kinds.items():
-        if dtype not in _FLOATS:
-            raise errors.UnsupportedModel(f"{where}: tensor {name!r} has type {dtype}; only {', '.join(_FLOATS)} are read")
-    tensors = [families.StoredTensor(name, shape, partial(_rows, where, name)) for name, (shape, _) in kinds.items()]
+        ids = _token_ordering(tensors.pop(_ORDER, None), config.draft_vocab_size, folder)
     wide = dataclasses.replace(backbone.config, dtype="float32")
-    params = families.assemble(tensors, _table(config, backbone.config, ids), wide, str(where))
+    params = families.assemble(tensors.values(), _table(config, backbone.config, ids), wide, str(folder))
     return heads.LoadedHead(folder.resolve().name, config, params, ids, trained_on, origin.get("backbone", backbone.name))
 
 
@@ -216,36 +208,13 @@ def _check_kv(model: config_lib.BackboneConfig, backbone: config_lib.BackboneCon
         raise errors.UnsupportedModel(f"{path}: hidden_activation={model.activation!r}: this backbone's is {backbone.activation!r}")
 
 
-def _kinds(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of each tensor of a safetensors file."""
-    import safetensors
-
-    if not path.is_file():
-        raise errors.DamagedFile(f"{path}: no such file, though {CONFIG} is there")
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            views = {name: file.get_slice(name) for name in file.keys()}
-            return {name: (tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
-    except (safetensors.SafetensorError, OSError) as error:
-        raise errors.DamagedFile(f"{path}: not a whole safetensors file: {error}") from error
-
-
-def _rows(path: Path, name: str, begin: int, end: int) -> np.ndarray:
-    """Some rows of a tensor."""
-    import safetensors
-
-    with safetensors.safe_open(path, framework="np") as file:
-        return np.asarray(file.get_slice(name)[begin:end])
-
-
-def _token_ordering(kind: tuple[tuple[int, ...], str] | None, size: int, where: Path) -> np.ndarray:
+def _token_ordering(tensor: families.StoredTensor | None, size: int, where: Path) -> np.ndarray:
     """Token id of each entry of the clusters, int32 [V], after checking that it is an order."""
-    if kind is None:
+    if tensor is None:
         raise errors.MissingTensor(f"{where}: tensor {_ORDER!r} [{size}] is missing")
-    shape, dtype = kind
-    if shape != (size,) or dtype not in ("I64", "I32"):
-        raise errors.MisshapenTensor(f"{where}: tensor {_ORDER!r} is {dtype} {list(shape)}; must be I64 or I32 [{size}]")
-    ids = _rows(where, _ORDER, 0, size)
+    if tensor.shape != (size,):
+        raise errors.MisshapenTensor(f"{where}: tensor {_ORDER!r} has shape {list(tensor.shape)}; must have [{size}]")
+    ids = tensor.read(0, size)
     if not np.array_equal(np.sort(ids), np.arange(size)):
         raise errors.CheckpointError(f"{where}: tensor {_ORDER!r} must hold each token id of 0..{size - 1} once")
     return ids.astype(np.int32)

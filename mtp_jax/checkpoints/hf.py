@@ -64,8 +64,7 @@ def read_params(
     path = folder / "config.json"
     _, family = hf_config.family_of(read_json(path), path)
     table = families.transformers_table(config, norms_add_one=family.norms_add_one)
-    promised = _promised(folder)
-    return families.assemble(_text_only(_stored(folder, promised)), table, config, str(folder), only, table_rows, shardings)
+    return families.assemble(_text_only(stored(folder)), table, config, str(folder), only, table_rows, shardings)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,10 +112,11 @@ def _promised(folder: Path) -> dict[str, set[str]]:
     return shards
 
 
-def _stored(folder: Path, promised: dict[str, set[str]]) -> Iterator[families.StoredTensor]:
+def stored(folder: Path, integers: Collection[str] = ()) -> Iterator[families.StoredTensor]:
+    """All tensors of a folder's safetensors; those named in `integers` may have any type. See `read_params` for what it raises."""
     import safetensors
 
-    for shard, names in promised.items():
+    for shard, names in _promised(folder).items():
         path = folder / shard
         try:
             with safetensors.safe_open(path, framework="np") as file:
@@ -128,7 +128,7 @@ def _stored(folder: Path, promised: dict[str, set[str]]) -> Iterator[families.St
         if absent:
             raise errors.DamagedFile(f"{path}: tensor {absent[0]!r} isn't in it, though {_INDEX} says so")
         for name, (shape, dtype) in kinds.items():
-            if dtype not in _STORED_DTYPES:
+            if dtype not in _STORED_DTYPES and name not in integers:
                 raise errors.UnsupportedModel(f"{path}: tensor {name!r} has type {dtype}; only {', '.join(_STORED_DTYPES)} are read")
             yield families.StoredTensor(name, shape, partial(_read_rows, path, name))
 
@@ -141,4 +141,4 @@ def _read_rows(path: Path, name: str, begin: int, end: int) -> np.ndarray:
         return np.asarray(file.get_slice(name)[begin:end])
 
 
-__all__ = ["read_config", "read_json", "read_params"]
+__all__ = ["read_config", "read_json", "read_params", "stored"]

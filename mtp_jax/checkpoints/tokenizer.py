@@ -5,6 +5,7 @@ The `tokenizers` library does the splitting and merging, jinja2 renders the chat
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Tokenizer:
         self._where = where
         self._prefix = list(prefix)
         self._chat = None if template is None else ChatTemplate(template, names, where)
+        self._bytes: list[bytes] | None = None
         self.stop_tokens = stop_tokens
 
     @classmethod
@@ -112,13 +114,33 @@ class Tokenizer:
         """Text of token ids (any iterable of integers); control tokens are left out unless `skip_special` is False."""
         return self._tokens.decode([int(index) for index in ids], skip_special_tokens=skip_special)
 
+    def settled_text(self, ids: list[int]) -> str:
+        """As much of decode(ids) as stays whatever tokens follow: it ends before a character of which only a part is there."""
+        end = len(ids)
+        while end and ids[end - 1] in self._unsettled:
+            end -= 1
+        return self.decode(ids[:end]).rstrip("\ufffd")
+
+    @functools.cached_property
+    def _unsettled(self) -> frozenset[int]:
+        """Tokens at the end of a text that the next token may change."""
+        fallback = token_bytes.fallback_tokens(self._tokens)
+        return fallback | token_bytes.control_tokens(self._tokens) if fallback else fallback
+
     def token_bytes(self, vocab_size: int) -> list[bytes]:
         """What each token id in 0..vocab_size-1 adds to a decoded text, as UTF-8: perhaps part of a character; nothing for control tokens.
 
         Raises:
           UnsupportedModel: the tokenizer's decoder is neither byte-level nor SentencePiece's.
         """
-        return token_bytes.read(self._tokens, vocab_size, self._where)
+        if self._bytes is None or len(self._bytes) != vocab_size:
+            self._bytes = token_bytes.read(self._tokens, vocab_size, self._where)
+        return self._bytes
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether decode leaves out a space at the beginning of a text."""
+        return token_bytes.drops_first_space(self._tokens)
 
     def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation up to where the assistant answers, in the model's own chat template.

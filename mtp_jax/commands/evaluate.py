@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from mtp_jax import config as config_lib
 from mtp_jax import files
 from mtp_jax import prompts as prompts_lib
 from mtp_jax.commands import shared
+from mtp_jax.evaluation import journal as journal_lib
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(shared.DraftFlags):
+class Evaluate(shared.SampledDraftFlags):
     """Measure a head: tokens per step, acceptance per position, identical outputs, and tokens/s against the backbone alone.
 
     Each prompt is decoded with and without the head in this process; compilation is not timed."""
@@ -30,14 +30,6 @@ class Evaluate(shared.DraftFlags):
     """Tokens the head drafts per step."""
     batch_size: int = 1
     """Prompts of one task decoded together."""
-    temperature: float = 0.0
-    """0 takes the most probable token always; higher samples more freely."""
-    top_k: int = 0
-    """Sample among the k most probable tokens; 0 is no limit."""
-    top_p: float = 1.0
-    """Sample among the most probable tokens that together reach this probability; 1 is no limit."""
-    seed: int = 0
-    """Of the random numbers, when sampling."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the JSON document to this file. A run that is stopped and started again goes on where it was."""
 
@@ -46,23 +38,13 @@ class Evaluate(shared.DraftFlags):
         shared.check_positive(batch_size=self.batch_size, limit=1 if self.limit is None else self.limit)
         if not self.prompts:
             raise shared.UsageError("--prompts: give at least one file")
-        config = config_lib.DecodeConfig(
-            max_new_tokens=self.max_new_tokens,
-            num_draft=self.num_draft,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-        )
+        config = self.decode_config(max_new_tokens=self.max_new_tokens, num_draft=self.num_draft, accept=self.accept)
         prompts = prompts_lib.read(self.prompts, limit=self.limit)
         backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
         from mtp_jax.evaluation import acceptance
 
         shared.say(f"evaluating {len(prompts)} prompts, with and without the head; each new prompt length compiles first")
-        journal = None
-        if self.out is not None:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            journal = self.out.with_name(self.out.name + ".partial.jsonl")
+        journal = journal_lib.beside(self.out)
         with shared.progress("evaluate") as report:
             result = acceptance.evaluate(
                 backbone,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from mtp_jax import config as config_lib
 from mtp_jax import prompts as prompts_lib
 from mtp_jax.commands import shared
 
 if TYPE_CHECKING:
+    from mtp_jax import config as config_lib
+    from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
     from mtp_jax.decoding.generate import DecodeResult, Output
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(shared.DraftFlags):
-    """Answer prompts. The text is exactly what the backbone writes alone; the head only makes it come sooner.
+class Generate(shared.SampledDraftFlags):
+    """Answer prompts. The text is what the backbone writes alone; the head only makes it come sooner.
 
     Several prompts are decoded together in one batch. The answers go to stdout, everything else to stderr."""
 
@@ -30,38 +32,41 @@ class Generate(shared.DraftFlags):
     """Longest answer, in tokens."""
     num_draft: int = 3
     """Tokens the head drafts per step. More is not always faster: each one makes the verify pass a little slower."""
-    temperature: float = 0.0
-    """0 takes the most probable token always; higher samples more freely."""
-    top_k: int = 0
-    """Sample among the k most probable tokens; 0 is no limit."""
-    top_p: float = 1.0
-    """Sample among the most probable tokens that together reach this probability; 1 is no limit."""
-    seed: int = 0
-    """Of the random numbers, when sampling."""
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STRING ...")] = ()
+    """End an answer just before the first of these strings."""
 
     def run(self) -> dict[str, Any]:
         """Returns the JSON document; prints the texts unless --json."""
         texts = self._texts()
-        config = config_lib.DecodeConfig(
-            max_new_tokens=self.max_new_tokens,
-            num_draft=self.num_draft,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-        )
+        config = self.decode_config(max_new_tokens=self.max_new_tokens, num_draft=self.num_draft, accept=self.accept, stop_strings=self.stop)
         backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
+        shared.say("compiling, then decoding ...")
+        if len(texts) == 1 and not self.json and sys.stdout.isatty():
+            result = self._print_as_it_comes(backbone, head, texts, config)
+        else:
+            result = self._print_at_the_end(backbone, head, texts, config)
+        shared.say(f"{_statistics(result.outputs[0]) + ', ' if len(texts) == 1 else ''}{result.tokens_per_second:.1f} tokens/s")
+        return document(result)
+
+    def _print_as_it_comes(self, backbone: LoadedBackbone, head: LoadedHead | None, texts: list[str], config: config_lib.DecodeConfig) -> DecodeResult:
+        from mtp_jax.decoding import stream
+
+        pieces = stream.generate_stream(backbone, head, texts, config, drafter=self.drafter, warm_up=True)
+        for delta in pieces:
+            print(delta.text, end="", flush=True)
+        print(flush=True)
+        return pieces.result()
+
+    def _print_at_the_end(self, backbone: LoadedBackbone, head: LoadedHead | None, texts: list[str], config: config_lib.DecodeConfig) -> DecodeResult:
         from mtp_jax.decoding import generate as generate_lib
 
-        shared.say("compiling, then decoding ...")
         result = generate_lib.generate(backbone, head, texts, config, drafter=self.drafter, warm_up=True)
         for number, output in enumerate(result.outputs):
             if len(texts) > 1:
                 shared.say(f"[{number + 1}/{len(texts)}] {_statistics(output)}")
             if not self.json:
                 print(output.text, flush=True)
-        shared.say(f"{_statistics(result.outputs[0]) + ', ' if len(texts) == 1 else ''}{result.tokens_per_second:.1f} tokens/s")
-        return document(result)
+        return result
 
     def _texts(self) -> list[str]:
         if bool(self.text) == bool(self.prompts):

@@ -9,13 +9,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from mtp_jax import config as config_lib
 from mtp_jax import prompts as prompts_lib
 from mtp_jax.commands import shared
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout(shared.BackboneFlags):
+class Rollout(shared.BackboneFlags, shared.SamplingFlags):
     """Let the backbone answer prompts, and store tokens and answers as training data for `mtp-jax train`.
 
     Interrupted? The same command again goes on where it stopped."""
@@ -28,14 +27,6 @@ class Rollout(shared.BackboneFlags):
     """Longest answer, in tokens."""
     batch_size: int = 16
     """Prompts answered together."""
-    temperature: float = 0.0
-    """0 gives the backbone's most probable answer; higher samples."""
-    top_k: int = 0
-    """Sample among the k most probable tokens; 0 is no limit."""
-    top_p: float = 1.0
-    """Sample among the most probable tokens that together reach this probability; 1 is no limit."""
-    seed: int = 0
-    """Of the random numbers, when sampling."""
     limit: Annotated[int | None, shared.Unset] = None
     """Take only so many prompts of each file. Default: all."""
     max_prompt_tokens: int = 512
@@ -46,9 +37,7 @@ class Rollout(shared.BackboneFlags):
         shared.check_positive(batch_size=self.batch_size, max_prompt_tokens=self.max_prompt_tokens, limit=1 if self.limit is None else self.limit)
         if not self.prompts:
             raise shared.UsageError("--prompts: give at least one file")
-        config = config_lib.DecodeConfig(
-            max_new_tokens=self.max_new_tokens, num_draft=0, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
-        )
+        config = self.decode_config(max_new_tokens=self.max_new_tokens, num_draft=0)
         prompts = prompts_lib.read(self.prompts, limit=self.limit)
         backbone = shared.load_backbone(self.backbone)
         from mtp_jax.training import rollout as rollout_lib

@@ -40,6 +40,10 @@ class BackboneFlags:
     json: Switch = False
     """Print the result as one JSON document, the last line on stdout."""
 
+    def status(self, document: Any) -> int:
+        """The exit code of a command that ran to its end and returned this document."""
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFlags(BackboneFlags):
@@ -57,6 +61,40 @@ class DraftFlags(HeadFlags):
     drafter: config_lib.DrafterName = "mtp"
     """Who drafts: mtp is the head; prompt_lookup copies what followed the last tokens earlier in the text, and needs no head; hybrid copies
     where at least three tokens match, and lets the head draft elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """Flags of every command that chooses tokens."""
+
+    temperature: float = 0.0
+    """0 takes the most probable token always; higher samples more freely."""
+    top_k: int = 0
+    """Sample among the k most probable tokens; 0 is no limit."""
+    top_p: float = 1.0
+    """Sample among the most probable tokens that together reach this probability; 1 is no limit."""
+    min_p: float = 0.0
+    """Sample among the tokens at least this share as probable as the most probable one; 0 is no limit."""
+    seed: int = 0
+    """Of the random numbers, when sampling."""
+
+    def decode_config(self, **others: Any) -> config_lib.DecodeConfig:
+        """What these flags ask of the decoder, with the fields that other flags set.
+
+        Raises:
+          ConfigError: a value that its rule forbids.
+        """
+        return config_lib.DecodeConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed, **others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledDraftFlags(DraftFlags, SamplingFlags):
+    """Flags of every command that drafts and samples."""
+
+    accept: config_lib.AcceptRule = "match"
+    """When sampling, which drafts are kept. match: those that are the backbone's own samples, so the text is what it alone would sample with
+    this seed. rejection: the head draws its drafts, and they are kept by the ratio of probabilities; other texts of the same distribution.
+    Which keeps more depends on head and temperature."""
 
 
 def say(text: str) -> None:

@@ -1,15 +1,15 @@
 """From prompts to text: checks at the door, shapes in buckets, the compiled loop, results with statistics.
 
 Shapes. Prompts of one call are padded to a common multiple of `PROMPT_BUCKET` tokens and read in chunks of `loop.CHUNK`;
-the cache holds a multiple of `SLOT_BUCKET` slots. Prompts of like length so share their compiled programs, and a shape that
-came before never compiles again. Budgets, seeds and stop tokens' rows are data, not shape, as long as the buckets stay the same.
+the cache holds a multiple of `SLOT_BUCKET` slots, a ring one of `WINDOW_BUCKET`. Prompts of like length so share their compiled
+programs, and a shape that came before never compiles again. Budgets, seeds and stop tokens' rows are data, not shape, as long as the buckets stay the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -34,10 +34,15 @@ if TYPE_CHECKING:
 DRAFTERS: tuple[config_lib.DrafterName, ...] = get_args(config_lib.DrafterName)
 PROMPT_BUCKET = 64
 SLOT_BUCKET = 128
+WINDOW_BUCKET = 64
 
 
 class PromptError(ValueError):
     """A prompt, or its length, breaks a rule."""
+
+
+class StateError(ValueError):
+    """A state can't be gone on from."""
 
 
 @dataclass(frozen=True)
@@ -219,11 +224,14 @@ def run_text(
     runtime: Runtime, backbone: LoadedBackbone, prompts: Sequence[str] | Sequence[Sequence[int]], config: config_lib.DecodeConfig | None = None, **options: Any
 ) -> DecodeResult:
     """`run` from prompts to text, with the backbone's tokenizer: its stop tokens, unless config names some, and its bytes for stop strings."""
-    config = config or config_lib.DecodeConfig()
-    if not config.stop_tokens:
-        config = dataclasses.replace(config, stop_tokens=tuple(backbone.tokenizer.stop_tokens))
+    config = with_stop_tokens(config or config_lib.DecodeConfig(), backbone)
     ids = [encode_prompt(backbone, prompt) for prompt in prompts]
     return with_text(run(runtime, ids, config, tokenizer=backbone.tokenizer, **options), backbone, config.stop_strings)
+
+
+def with_stop_tokens(config: config_lib.DecodeConfig, backbone: LoadedBackbone) -> config_lib.DecodeConfig:
+    """The config with the tokenizer's stop tokens, unless it names some."""
+    return config if config.stop_tokens else dataclasses.replace(config, stop_tokens=tuple(backbone.tokenizer.stop_tokens))
 
 
 def encode_prompt(backbone: LoadedBackbone, prompt: str | Sequence[int]) -> list[int]:
@@ -238,15 +246,16 @@ def encode_prompt(backbone: LoadedBackbone, prompt: str | Sequence[int]) -> list
 
 
 def with_text(result: DecodeResult, backbone: LoadedBackbone, stop_strings: Sequence[str] = ()) -> DecodeResult:
-    """Fill in the decoded text, cut before the first stop string in it."""
-    texts = [cut_text(backbone.tokenizer.decode(output.tokens), stop_strings) for output in result.outputs]
+    """Fill in the decoded text, cut before a stop string."""
+    texts = [text_of(backbone.tokenizer, output.tokens, output.finish_reason, stop_strings) for output in result.outputs]
     outputs = [dataclasses.replace(output, text=text) for output, text in zip(result.outputs, texts, strict=True)]
     return dataclasses.replace(result, outputs=outputs)
 
 
-def cut_text(text: str, stop_strings: Sequence[str]) -> str:
-    """The text up to where the first stop string in it begins."""
-    places = [place for string in stop_strings if (place := text.find(string)) >= 0]
+def text_of(tokenizer: Tokenizer, tokens: list[int], finish_reason: str, stop_strings: Sequence[str]) -> str:
+    """Decoded text of a row that has ended; where a stop string ended it, up to where that begins (the earliest one, if its last token completes several)."""
+    text = tokenizer.decode(tokens)
+    places = [place for string in stop_strings if finish_reason == "stop" and (place := text.find(string)) >= 0]
     return text[: min(places)] if places else text
 
 
@@ -261,6 +270,7 @@ class Job:
     starts: Int[np.ndarray, " B"]  # tokens of each row before generation
     request: loop.Request
     num_slots: int
+    window_slots: int | None  # of layers with a window; None: as many as the others have
 
     def prefill(self, before: loop.DecodeState | None = None) -> loop.DecodeState:
         """Read the prompts and choose each row's first token."""
@@ -274,6 +284,7 @@ class Job:
             drafter=self.runtime.drafter,
             config=self.rules,
             before=before,
+            window_slots=self.window_slots,
         )
 
     @property
@@ -288,6 +299,11 @@ class Job:
         module, params = self.backbone
         limit = loop.WITHOUT_END if at_most is None else np.int32(at_most)
         return loop.decode(module, self.runtime.drafter, params, self.runtime.drafter_params, state, self.request, limit, config=self.rules)
+
+    def warm_up(self, before: loop.DecodeState | None = None, decode: Callable[[loop.DecodeState], loop.DecodeState] | None = None) -> None:
+        """Compile prefill and `decode` (default: the method) by running both, the second without steps."""
+        state = self.prefill(None if before is None else jax.tree.map(jnp.copy, before))
+        (decode or self.decode)(state.replace(done=jnp.ones_like(state.done)))
 
     def outputs(self, state: loop.DecodeState) -> list[Output]:
         """What each row has by now; text is left empty."""
@@ -327,17 +343,19 @@ def make_job(
     if config.stop_strings and tokenizer is None:
         raise config_lib.ConfigError(f"stop_strings={config.stop_strings!r}: need the tokenizer; pass it as tokenizer")
     budget = np.asarray(_per_row("budgets", budgets, len(prompts), [config.max_new_tokens] * len(prompts), least=1), np.int32)
-    earlier = np.zeros(len(prompts), np.int32) if before is None else np.asarray(before.cache.lengths) + 1
+    earlier = np.zeros(len(prompts), np.int32) if before is None else tokens_in(before)
     if len(earlier) != len(prompts):
         raise PromptError(f"{len(prompts)} prompts for a state of {len(earlier)} rows: must be as many")
     check_prompts(prompts, runtime.step_module.config, budget, earlier)
 
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    width = round_up(int(lengths.max()), PROMPT_BUCKET)
+    pending = 0 if before is None else 1  # read together with the prompt
+    width = round_up(int(lengths.max()) + pending, PROMPT_BUCKET) - pending
     starts = earlier + lengths
     num_slots = round_up(max(int((starts + budget).max()) + num_draft + 1, int(earlier.max()) + width), SLOT_BUCKET)
     if before is not None:
         num_slots = max(num_slots, before.cache.num_slots)
+    window_slots = ring_size(runtime.step_module.config, num_draft, before) if config.window_cache == "ring" else None
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
@@ -347,9 +365,16 @@ def make_job(
         keys = sampling.row_keys(config.seed, list(row_numbers) if row_numbers is not None else list(range(len(prompts))))
     table = None
     if config.stop_strings and tokenizer is not None:
-        table = stops.make_table(tokenizer.token_bytes(runtime.step_module.config.vocab_size), config.stop_strings)
+        table = stops.table_for(tokenizer, runtime.step_module.config.vocab_size, config.stop_strings)
     request = loop.Request(limits=jnp.asarray(starts + budget), keys=keys, stops=table)
-    return Job(runtime, loop.rules_of(config, num_draft), padded, lengths, starts, request, num_slots)
+    return Job(runtime, loop.rules_of(config, num_draft), padded, lengths, starts, request, num_slots, window_slots)
+
+
+def ring_size(config: config_lib.BackboneConfig, num_draft: int, before: loop.DecodeState | None) -> int | None:
+    """Slots of a ring: of one size for vanilla and any usual num_draft, so that both sum in the same order; no fewer than before."""
+    if "sliding" not in config.layer_types or config.sliding_window is None:
+        return None
+    return max(round_up(config.sliding_window + num_draft + 1, WINDOW_BUCKET), 0 if before is None else before.cache.window_slots or 0)
 
 
 def run(
@@ -383,14 +408,14 @@ def run(
 
     Raises:
       PromptError: no prompt, an empty one, an id outside the vocabulary, one too long, or not as many as `before` has rows.
+      StateError: `before` has been used up by another call.
       ConfigError: num_draft = 0 with a drafter, stop strings without a tokenizer, or budgets or seeds that don't fit the prompts.
     """
     job = make_job(runtime, prompts, config, tokenizer=tokenizer, row_numbers=row_numbers, budgets=budgets, seeds=seeds, before=before)
     times = {"draft": 0.0, "verify": 0.0} if split_times else None
     decode = job.decode if times is None else partial(_decode_in_parts, job, times=times)
     if warm_up:
-        state = job.prefill(None if before is None else jax.tree.map(jnp.copy, before))
-        decode(state.replace(done=jnp.ones_like(state.done)))
+        job.warm_up(before, decode)
         if times is not None:
             times.update(draft=0.0, verify=0.0)
     start = time.perf_counter()
@@ -427,6 +452,17 @@ def _decode_in_parts(job: Job, state: loop.DecodeState, times: dict[str, float])
             return state
 
 
+def tokens_in(before: loop.DecodeState) -> Int[np.ndarray, " B"]:
+    """Tokens of each row of a state, the pending one included.
+
+    Raises:
+      StateError: the state has been used up.
+    """
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(before.cache)):
+        raise StateError("before is a state that another call has gone on from: its cache is that call's now; go on from that call's state")
+    return np.asarray(before.cache.lengths) + 1
+
+
 def check_prompts(
     prompts: Sequence[Sequence[int]], config: config_lib.BackboneConfig, budgets: int | Int[np.ndarray, " B"], earlier: Int[np.ndarray, " B"] | None = None
 ) -> None:
@@ -439,11 +475,10 @@ def check_prompts(
             raise PromptError(f"prompt {row} is empty: it needs at least one token")
         if min(prompt) < 0 or max(prompt) >= config.vocab_size:
             raise PromptError(f"prompt {row} holds a token id outside 0..{config.vocab_size - 1}")
-        length = len(prompt) + (0 if earlier is None else int(earlier[row]))
-        if length + budgets[row] > config.max_positions:
-            raise PromptError(
-                f"prompt {row} has {length} tokens: with max_new_tokens={budgets[row]} that exceeds the backbone's max_positions={config.max_positions}"
-            )
+        before = 0 if earlier is None else int(earlier[row])
+        if before + len(prompt) + budgets[row] > config.max_positions:
+            rule = f"with max_new_tokens={budgets[row]} that exceeds the backbone's max_positions={config.max_positions}"
+            raise PromptError(f"prompt {row} has {len(prompt)} tokens{f' after {before} earlier ones' if before else ''}: {rule}")
 
 
 def _per_row(name: str, values: Sequence[int] | None, rows: int, default: list[int], least: int | None) -> list[int]:

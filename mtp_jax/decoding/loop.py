@@ -37,8 +37,8 @@ WITHOUT_END = np.int32(2**31 - 1)
 
 
 def rules_of(config: config_lib.DecodeConfig, num_draft: int) -> Rules:
-    """The part of a config that programs are compiled for. What differs from call to call (budget, seed, stop strings) is data, in `Request`."""
-    return dataclasses.replace(config, num_draft=num_draft, max_new_tokens=1, seed=0, stop_strings=())
+    """The part of a config that programs are compiled for. What differs from call to call (budget, seed, stop strings) is data, in `Request`, or shape."""
+    return dataclasses.replace(config, num_draft=num_draft, max_new_tokens=1, seed=0, stop_strings=(), window_cache="full")
 
 
 class Request(struct.PyTreeNode):
@@ -90,6 +90,7 @@ def prefill(
     drafter: drafters.Drafter | None,
     config: Rules,
     before: DecodeState | None = None,
+    window_slots: int | None = None,
 ) -> DecodeState:
     """Run the prompts through the backbone, in chunks, and choose each row's first token.
 
@@ -102,17 +103,25 @@ def prefill(
       request: its limits are more than the tokens each row has before generation.
       num_slots: S; at least every limit + num_draft, and the longest row before this call + T, which the caller has checked.
       before: state to go on from, which is donated: its text, pending token included, comes before the prompts.
+      window_slots: R of the layers with a window (see models/cache.py); None gives them S as well.
+
+    Raises:
+      ConfigError: window_slots are too few for the window and config.num_draft.
     """
-    batch = len(prompts)
+    batch, window = len(prompts), backbone.config.sliding_window
+    if window is not None and window_slots is not None:
+        cache_lib.check_window_slots(window, config.num_draft, window_slots)
     if before is None:
-        cache = cache_lib.empty(backbone.config, batch, num_slots)
+        cache = cache_lib.empty(backbone.config, batch, num_slots, window_slots)
         text = jnp.zeros((batch, num_slots + 1), jnp.int32)
         hidden = jnp.zeros((batch, backbone.config.width), backbone.config.dtype)
     else:
         cache, text, hidden = before.cache, before.tokens, before.hidden
-        if cache.num_slots != num_slots:
-            cache, text = cache_lib.grow(cache, num_slots), jnp.pad(text, ((0, 0), (0, num_slots - cache.num_slots)))
         prompts, prompt_lengths = jnp.concatenate([before.pending[:, None], prompts], axis=1), prompt_lengths + 1
+        if not cache_lib.has_shape(cache, backbone.config, num_slots, window_slots):
+            cache, text = cache_lib.grow(cache, backbone.config, num_slots, window_slots), jnp.pad(text, ((0, 0), (0, num_slots - cache.num_slots)))
+            for leaf in jax.tree.leaves(before.cache):
+                leaf.delete()  # as donation does; a copy, or the memory, is nobody's to keep
     text = _write_tokens(text, prompts, cache.lengths)
     for begin_at in range(0, prompts.shape[1], CHUNK):
         chunk = prompts[:, begin_at : begin_at + CHUNK]
@@ -131,7 +140,7 @@ def read(
     counts: Int[Array, " B"],
 ) -> tuple[cache_lib.Cache, Float[Array, "B D"]]:
     """Append the first `counts` (0..T) tokens of each row to the cache; hidden state of each row's last token, the one given where there is none."""
-    output = backbone.apply({"params": backbone_params}, tokens, cache, with_logits=False)
+    output = backbone.apply({"params": backbone_params}, tokens, cache, counts=counts, with_logits=False)
     assert isinstance(output, backbone_lib.BackboneOutput)
     last = jnp.take_along_axis(output.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     return output.cache.replace(lengths=cache.lengths + counts), jnp.where((counts > 0)[:, None], last, hidden)
@@ -155,7 +164,7 @@ def begin(
     assert isinstance(logits, jax.Array)
     first = sampling.choose(logits, lengths[:, None], request.keys, config)
     tokens = _write_tokens(tokens, first, lengths)
-    start = jnp.zeros((batch, 0 if request.stops is None else request.stops.num_strings), jnp.int32)
+    start = jnp.zeros((batch, 0), jnp.int32) if request.stops is None else jnp.broadcast_to(request.stops.start, (batch, request.stops.num_strings))
     matched, ends = _ends(first, start, request, config)
     kept = None
     if config.keep_logits:
@@ -263,8 +272,7 @@ def verify_and_commit(
     assert isinstance(output, backbone_lib.BackboneOutput) and output.logits is not None
     lengths = state.cache.lengths
     places = lengths[:, None] + 1 + jnp.arange(num_draft + 1)  # of the tokens chosen here
-    targets = sampling.choose(output.logits, places, request.keys, config)  # [B, M+1]
-    accepted = verify.matching(drafts, targets)
+    accepted, targets = verify.judge(drafts, proposal.probs, output.logits, places, request.keys, config)
 
     matched, ends = _ends(targets, state.matched, request, config)
     committed, stopped = verify.cut(ends, accepted, request.limits - (lengths + 1))

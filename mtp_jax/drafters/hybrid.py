@@ -1,13 +1,15 @@
 """Prompt lookup where the text's end occurred before, the MTP head elsewhere. Both are stateless, so this is too.
 
 Copying is most of what proofreading and rewriting do, and a long match is better evidence of it than any head has; the
-head drafts the rest. When every row of a step has a match, the head does not run at all.
+head drafts the rest. When every row of a step has a match, the head does not run at all. A copied draft is not drawn: where
+the head draws its drafts, the distribution of a copied one is all on that token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
@@ -30,12 +32,14 @@ class Hybrid:
     def draft(self, params: mtp.Params, state: tuple[()], context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, tuple[()]]:
         copied, found = prompt_lookup.lookup(context.tokens, context.cache.lengths, self.min_match, rules.num_draft)
         use = found >= self.min_match
+        certain = jax.nn.one_hot(copied, params.vocab.index.shape[0]) if rules.by_rejection else None
+        lookup = drafters.Proposal(tokens=copied, probs=certain)
 
-        def mixed() -> Int[Array, "B M"]:
+        def mixed() -> drafters.Proposal:
             drafted, _ = self.head.draft(params, state, context, rules)
-            return jnp.where(use[:, None], copied, drafted.tokens)
+            return jax.tree.map(lambda one, other: jnp.where(use.reshape(-1, *[1] * (one.ndim - 1)), one, other), lookup, drafted)
 
-        return drafters.Proposal(tokens=lax.cond(use.all(), lambda: copied, mixed)), state
+        return lax.cond(use.all(), lambda: lookup, mixed), state
 
     def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
         return state

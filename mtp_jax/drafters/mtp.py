@@ -2,19 +2,30 @@
 
 Every draft step of a row uses the same slots 0..p and the same query position; only the token and the hidden state
 move on. What the head needs beyond the cache are its parameters and the draft vocabulary (`Params`).
+
+Drafts are the most probable ones, unless they are to be kept by rejection: then they are drawn from the head's mixture at
+the temperature and under the filters that the backbone is sampled with, and the proposal holds that very distribution.
+
+`min_confidence` ends a row's drafts early: once the product of their probabilities has fallen below it, no further one is
+proposed. The decision rests on drafts that are proposed, never on one that is dropped, so it is lossless for sampled ones too.
+The rule is that of CALM (Schuster et al. 2022) and EAGLE-2 (Li et al. 2024), applied to a chain.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
+from mtp_jax.decoding import sampling
 from mtp_jax.models import head as head_lib
 from mtp_jax.models import layers
 
@@ -28,7 +39,7 @@ class Params(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class MTPDrafter:
-    """Greedy drafting with an MTP head."""
+    """Drafting with an MTP head, greedy or sampled."""
 
     head: head_lib.Head
 
@@ -40,23 +51,71 @@ class MTPDrafter:
         keys = {donor: context.cache.keys[donor] for donor in config.layers_read}
         values = {donor: context.cache.values[donor] for donor in config.donors}
         last_slot = context.cache.lengths[:, None] - 1  # p
+        positions = context.cache.ring_positions(config.layers_read)
+        pointed = head_lib.pointer_positions(config, positions)
         followers = context.tokens[:, 1:]  # x_{s+1} of every slot s
+        if pointed is not None:
+            followers = jnp.take_along_axis(followers, jnp.maximum(pointed, 0), axis=1)
         index_at_slots = params.vocab.index[followers]
         table = context.backbone_params["embed"]["embedding"]
 
         token, hidden = context.pending[:, None], context.hidden[:, None]
-        drafts = []
-        for _ in range(rules.num_draft):
-            output = self.head.apply({"params": params.head}, table[token], hidden, keys, values, last_slot, params.vocab.unembedding)
+        draft_keys = _draft_keys(context, rules)
+        drafts, probs = [], []
+        going, confidence = jnp.ones_like(token, bool), jnp.ones(token.shape)
+
+        def one_step(step: int, token: Array, hidden: Array) -> tuple[Array, Array, Array, Array | None]:
+            """Next token, the head's hidden state, the token's probability, and the distribution it was drawn from."""
+            output = self.head.apply({"params": params.head}, table[token], hidden, keys, values, last_slot, params.vocab.unembedding, positions)
             assert isinstance(output, head_lib.HeadOutput)
             slot_logits = head_lib.gather_slot_logits(output.logits, index_at_slots)
-            token = head_lib.greedy(head_lib.mix(output, slot_logits, followers, last_slot), params.vocab.ids, followers)
-            hidden = output.hidden
-            drafts.append(token)
-        return drafters.Proposal(tokens=jnp.concatenate(drafts, axis=1)), state
+            mixture = head_lib.mix(output, slot_logits, followers, last_slot, pointed)
+            if draft_keys is None:
+                return head_lib.greedy(mixture, params.vocab.ids, followers), output.hidden, head_lib.highest(mixture), None
+            logits = sampling.limited(spread(mixture, params.vocab, followers), rules)  # [B, 1, V]
+            token = sampling.draw(logits, draft_keys[:, step : step + 1])
+            drawn_from = jax.nn.softmax(logits, axis=-1)
+            return token, output.hidden, jnp.take_along_axis(drawn_from, token[..., None], axis=-1)[..., 0], drawn_from
+
+        for step in range(rules.num_draft):
+            take = partial(one_step, step)
+            if rules.min_confidence > 0 and step > 0:  # nothing to compute once no row goes on
+                shapes = jax.eval_shape(take, token, hidden)
+                skip = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+                token, hidden, probability, drawn_from = lax.cond(going.any(), take, lambda *_, skip=skip: skip(), token, hidden)
+            else:
+                token, hidden, probability, drawn_from = take(token, hidden)
+            drafts.append(jnp.where(going, token, -1))
+            if drawn_from is not None:
+                probs.append(drawn_from)
+            confidence = confidence * probability
+            going = going & (confidence >= rules.min_confidence)
+        return drafters.Proposal(tokens=jnp.concatenate(drafts, axis=1), probs=jnp.concatenate(probs, axis=1) if probs else None), state
 
     def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
         return state
+
+
+def _draft_keys(context: drafters.Context, rules: config_lib.DecodeConfig) -> Array | None:
+    """Keys [B, M] to draw the drafts with; None where drafts are greedy."""
+    if not rules.by_rejection:
+        return None
+    if context.keys is None:
+        raise ValueError("context.keys is None: drafts are sampled, which needs one key a row")
+    return sampling.keys_at(context.keys, context.cache.lengths[:, None] + 1 + jnp.arange(rules.num_draft), sampling.DRAFT)
+
+
+def spread(mixture: head_lib.Mixture, vocab: head_lib.DraftVocab, followers: Int[Array, "B S"]) -> Float[Array, "B T V"]:
+    """The mixture's log probabilities over the whole vocabulary, -inf where a token can't be drafted.
+
+    Where a token stands in both lists, the entry of `slots` is the sum of both ways to it and the larger one.
+    """
+    batch, length = mixture.vocab.shape[:2]
+    full = jnp.full((batch, length, vocab.index.shape[0]), -jnp.inf).at[..., vocab.ids].set(mixture.vocab)
+    if mixture.slots is None:
+        return full
+    copied = jnp.where(mixture.slots > jnp.finfo(jnp.float32).min, mixture.slots, -jnp.inf)
+    return full.at[jnp.arange(batch)[:, None, None], jnp.arange(length)[:, None], followers[:, None]].max(copied)
 
 
 def make_params(head: head_lib.Head, head_params: dict[str, Any], draft_ids: Array, backbone_params: dict[str, Any]) -> Params:

@@ -10,7 +10,7 @@ What the numbers mean (of all prompts, and of each task):
     tokens_per_step         tokens committed in steps / steps: each prompt's first token comes from the prefill, and is left out
     accept_unconditional    [k] = accepted[k] / steps: share of steps in which drafts 1..k were all kept
     accept_conditional      [k] = accepted[k] / accepted[k-1] (the first one / steps)
-    identical               prompts whose tokens are vanilla's, every one
+    identical               prompts whose tokens are vanilla's, every one; when sampling with accept="rejection" the distribution is, not the tokens
     tokens_per_second       tokens / wall-clock seconds of prefill and decoding
     speedup                 vanilla's seconds / the head's seconds
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +29,9 @@ import numpy as np
 
 import mtp_jax
 from mtp_jax import config as config_lib
-from mtp_jax import files
 from mtp_jax import prompts as prompts_lib
 from mtp_jax.decoding import generate as generate_lib
+from mtp_jax.evaluation import journal as journal_lib
 from mtp_jax.prompts import Prompt
 from mtp_jax.training import walk
 
@@ -89,26 +88,25 @@ def evaluate(
       JournalError: the journal is of a run with other settings.
     """
     drafting = head is not None or drafter != "mtp"
-    _check(drafting, config, batch_size)
+    check(drafting, config, batch_size)
     config = dataclasses.replace(config, stop_tokens=config.stop_tokens or tuple(backbone.tokenizer.stop_tokens))
     ids = [generate_lib.encode_prompt(backbone, prompt.text) for prompt in prompts]
     generate_lib.check_prompts(ids, backbone.config, config.max_new_tokens)
     vanilla = generate_lib.make_runtime(backbone)
     drafted = generate_lib.attach(vanilla, head, drafter) if drafting else None
     num_draft = config.num_draft if drafting else 0
-    settings = _settings(backbone, head, config, num_draft, batch_size) | {"drafter": drafter if drafting else None}
-    pairs = [] if journal is None else _open_journal(journal, settings | {"prompts": prompts_lib.digest(prompts), "weights": _digest(backbone, head)})
+    settings = run_settings(backbone, head, config, num_draft, batch_size) | {"drafter": drafter if drafting else None}
+    depends_on = settings | {"prompts": prompts_lib.digest(prompts), "weights": weights_digest(backbone, head)}
+    pairs = [_pair(values) for values in journal_lib.begin(journal, depends_on)]
     finished = {index for pair in pairs for index in pair.indices}
     warmed: set[tuple[int, ...]] = set()
-    for number, group in enumerate(_groups(prompts, ids, batch_size)):
+    for number, group in enumerate(groups(prompts, ids, batch_size)):
         if finished.issuperset(group):
             continue
         padded = group + group[-1:] * (batch_size - len(group))
         plain, fast = side_by_side(vanilla, drafted, [ids[i] for i in padded], config, warmed, row_numbers=padded, drafted_first=number % 2 == 1)
         pairs.append(make_pair(prompts[group[0]].task, group, plain, fast))
-        if journal is not None:
-            with open(journal, "a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(pairs[-1])) + "\n")
+        journal_lib.add(journal, dataclasses.asdict(pairs[-1]))
         progress(sum(len(pair.indices) for pair in pairs), len(prompts))
     result: dict[str, Any] = {
         "overall": summary(pairs, num_draft),
@@ -192,37 +190,26 @@ def differences(pairs: Sequence[Pair]) -> list[dict[str, int]]:
     found = []
     for pair in pairs:
         for index, one, other in zip(pair.indices, pair.vanilla, pair.drafted, strict=True):
-            if one.tokens != other.tokens:
-                shorter = min(len(one.tokens), len(other.tokens))
-                position = next((i for i in range(shorter) if one.tokens[i] != other.tokens[i]), shorter)
+            position = first_difference(one.tokens, other.tokens)
+            if position is not None:
                 found.append({"prompt": index, "position": position})
     return sorted(found, key=lambda item: item["prompt"])
 
 
-class JournalError(ValueError):
-    """A journal does not belong to this run."""
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """First index at which two lists tell apart, or one has ended; None when they are equal."""
+    shorter = min(len(one), len(other))
+    position = next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    return None if position == len(one) == len(other) else position
 
 
-def _open_journal(path: Path, settings: dict[str, Any]) -> list[Pair]:
-    """Pairs of the run that this one continues; a new journal is begun with its settings."""
-    lines = files.whole_lines(path)
-    if not lines:
-        files.write_text(path, json.dumps(settings) + "\n")
-        return []
-    before = json.loads(lines[0])
-    for name, value in settings.items():
-        if before.get(name) != value:
-            raise JournalError(f"{path}: is of a run with {name}={before.get(name)!r}, this one has {value!r}; delete it or choose another --out")
-    files.write_text(path, "".join(line + "\n" for line in lines))  # drops a line that a crash cut off
-
-    def pair(values: dict[str, Any]) -> Pair:
-        vanilla, drafted = ([generate_lib.Output(**output) for output in values.pop(side)] for side in ("vanilla", "drafted"))
-        return Pair(vanilla=vanilla, drafted=drafted, **values)
-
-    return [pair(json.loads(line)) for line in lines[1:]]
+def _pair(values: dict[str, Any]) -> Pair:
+    """A pair as the journal holds it."""
+    vanilla, drafted = ([generate_lib.Output(**output) for output in values.pop(side)] for side in ("vanilla", "drafted"))
+    return Pair(vanilla=vanilla, drafted=drafted, **values)
 
 
-def _digest(backbone: LoadedBackbone, head: LoadedHead | None) -> str:
+def weights_digest(backbone: LoadedBackbone, head: LoadedHead | None) -> str:
     """16 hex digits of what the settings only name: backbone and head."""
     digest = hashlib.sha256(backbone.fingerprint.encode())
     for leaf in jax.tree.leaves(head.params if head is not None else ()):
@@ -230,14 +217,15 @@ def _digest(backbone: LoadedBackbone, head: LoadedHead | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check(drafting: bool, config: config_lib.DecodeConfig, batch_size: int) -> None:
+def check(drafting: bool, config: config_lib.DecodeConfig, batch_size: int) -> None:
+    """Raise ConfigError unless such a run is possible."""
     if drafting and config.num_draft < 1:
         raise config_lib.ConfigError(f"num_draft={config.num_draft}: must be at least 1 when there is a head; leave the head out for vanilla decoding")
     if batch_size < 1:
         raise config_lib.ConfigError(f"batch_size={batch_size}: must be at least 1")
 
 
-def _groups(prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+def groups(prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
     """Prompt indices to decode together: of one task and of like length, shortest groups first."""
     groups = []
     for task in dict.fromkeys(prompt.task for prompt in prompts):
@@ -254,7 +242,8 @@ def _shape(rows: Sequence[Sequence[int]], max_new_tokens: int, num_draft: int) -
     return width, slots, len(rows), num_draft
 
 
-def _settings(backbone: LoadedBackbone, head: LoadedHead | None, config: config_lib.DecodeConfig, num_draft: int, batch_size: int) -> dict[str, Any]:
+def run_settings(backbone: LoadedBackbone, head: LoadedHead | None, config: config_lib.DecodeConfig, num_draft: int, batch_size: int) -> dict[str, Any]:
+    """What was decoded, how, and on what; JSON-ready."""
     device = jax.devices()[0]
     return {
         "backbone": backbone.name,
@@ -265,6 +254,8 @@ def _settings(backbone: LoadedBackbone, head: LoadedHead | None, config: config_
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
+        "min_p": config.min_p,
+        "accept": config.accept,
         "seed": config.seed,
         "dtype": backbone.config.dtype,
         "platform": device.platform,

@@ -28,7 +28,7 @@ from mtp_jax import config as config_lib
 from mtp_jax.models import cache as cache_lib
 from mtp_jax.models import layers
 
-KeysValues = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
+Slots = cache_lib.KeysValues | cache_lib.View | None  # of a layer: its own, or what the owner of its K/V attends to; None without a cache
 
 
 class BackboneOutput(struct.PyTreeNode):
@@ -60,12 +60,16 @@ class Backbone(nn.Module):
         """Tied embeddings, except in column blocks: there the unembedding is a tree entry of its own, in its own layout."""
         return self.config.tied_embeddings and not self.column_blocks
 
-    def __call__(self, tokens: Int[Array, "B T"], cache: cache_lib.Cache | None = None, *, with_logits: bool = True) -> BackboneOutput:
+    def __call__(
+        self, tokens: Int[Array, "B T"], cache: cache_lib.Cache | None = None, *, counts: Int[Array, " B"] | None = None, with_logits: bool = True
+    ) -> BackboneOutput:
         """Run T tokens of each row.
 
         Args:
           tokens: token ids, 0..V-1.
           cache: K/V of the tokens before these; None when these are the first.
+          counts: how many of each row's tokens are text, the rest being padding. Rings need to know, and without it take only
+            as many tokens as they have slots beyond the window; other layers don't look at it.
           with_logits: False saves the product with the unembedding.
         """
         cfg = self.config
@@ -73,18 +77,21 @@ class Backbone(nn.Module):
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         x = scale_embedding(self.embed(tokens), cfg.embedding_scale)
         own_inputs = self.layer_inputs(tokens, x) if cfg.per_layer_input_width else None  # [B, T, layers, width]
-        filled: list[KeysValues] = []
+        span = cache_lib.Span(start, counts, tokens.shape[1] if cache is None else cache.num_slots)
+        views: list[cache_lib.View] = []
+        filled: list[cache_lib.KeysValues] = []
         for index, layer in enumerate(self.layers):
             if index < cfg.num_kv_layers:
                 slots = None if cache is None else (cache.keys[index], cache.values[index])
             else:
-                slots = filled[cfg.kv_owner(index)]
-            x, kv = layer(x, positions, slots, start, None if own_inputs is None else own_inputs[:, :, index])
+                slots = views[cfg.kv_owner(index)]
+            x, view, kv = layer(x, positions, slots, span, None if own_inputs is None else own_inputs[:, :, index])
+            views.append(view)
             filled.append(kv)
         hidden = self.final_norm(x)
         logits = self.logits(hidden) if with_logits or self.is_initializing() else None
         keys, values = zip(*filled[: cfg.num_kv_layers], strict=True)
-        return BackboneOutput(hidden=hidden, logits=logits, cache=cache_lib.Cache(keys=keys, values=values, lengths=start))
+        return BackboneOutput(hidden=hidden, logits=logits, cache=cache_lib.Cache(keys=keys, values=values, lengths=start, num_slots=span.num_slots))
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of hidden states (after the final norm)."""
@@ -143,10 +150,10 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], slots: KeysValues | None, start: Int[Array, " B"], own_input: Array | None
-    ) -> tuple[Array, KeysValues]:
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], slots: Slots, span: cache_lib.Span, own_input: Array | None
+    ) -> tuple[Array, cache_lib.View, cache_lib.KeysValues]:
         cfg = self.config
-        mixed, slots = Attention(cfg, self.index, self.column_blocks, name="attn")(self._norm("attn_norm", x), positions, slots, start)
+        mixed, view, kv = Attention(cfg, self.index, self.column_blocks, name="attn")(self._norm("attn_norm", x), positions, slots, span)
         x = x + (self._norm("post_attn_norm", mixed) if cfg.sandwich_norms else mixed)
         mlp = layers.GatedMLP(cfg.width, cfg.mlp_width_of(self.index), self.column_blocks, cfg.dtype, cfg.activation, cfg.mlp_bias, name="mlp")
         mapped = mlp(self._norm("mlp_norm", x))
@@ -155,7 +162,7 @@ class Layer(nn.Module):
             x = x + self._norm("own_input_norm", self._take_in(x, own_input))
         if cfg.layer_scalars:
             x = x * self.param("scalar", nn.initializers.ones, (1,), cfg.dtype)
-        return x, slots
+        return x, view, kv
 
     def _norm(self, name: str, x: Array) -> Array:
         return layers.RMSNorm(self.config.norm_eps, name=name)(x)
@@ -170,7 +177,7 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query self-attention.
 
-    A layer that owns its K/V writes them into `slots` when there are any; another reads `slots` as its owner left them.
+    A layer that owns its K/V adds them to its slots when there are any; another attends to what its owner attends to.
     """
 
     config: config_lib.BackboneConfig
@@ -178,20 +185,23 @@ class Attention(nn.Module):
     column_blocks: bool
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], slots: KeysValues | None, start: Int[Array, " B"]) -> tuple[Array, KeysValues]:
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], slots: Slots, span: cache_lib.Span
+    ) -> tuple[Array, cache_lib.View, cache_lib.KeysValues]:
         cfg = self.config
         q, *kv = self._heads(x)
         q = layers.rotate(self._norm("q_norm", q), positions, *cfg.rope(self.index))
-        if kv:
-            k, v = self._keys_values(kv, positions)
-            if slots is not None:
-                k, v = cache_lib.write(slots[0], k, start), cache_lib.write(slots[1], v, start)
+        window = cfg.window(self.index)
+        if isinstance(slots, cache_lib.View):
+            view, kept = slots, (slots.keys, slots.values)
         else:
-            assert slots is not None
-            k, v = slots
-        mask = layers.visible(positions, k.shape[2], positions, cfg.window(self.index))
-        mixed = layers.attend(q, k, v, mask, cfg.attention_scale_of(self.index), cfg.attention_softcap)
-        return layers.Dense(cfg.width, self.column_blocks, cfg.dtype, cfg.output_bias, name="o")(mixed), (k, v)
+            kept = self._keys_values(kv, positions)
+            view = cache_lib.View(*kept, x.shape[1])
+            if slots is not None:
+                view, kept = cache_lib.add(slots, kept, span, window)
+        mask = layers.visible(positions, view.positions, positions, window)
+        mixed = layers.attend(q, view.keys, view.values, mask, cfg.attention_scale_of(self.index), cfg.attention_softcap)
+        return layers.Dense(cfg.width, self.column_blocks, cfg.dtype, cfg.output_bias, name="o")(mixed), view, kept
 
     def _heads(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T heads H"]]:
         """Queries, and where this layer has such products keys and values."""
@@ -205,7 +215,7 @@ class Attention(nn.Module):
         parts = layers.joined_dense(x, widths, self.column_blocks, cfg.dtype, cfg.attention_bias)
         return [part.reshape(*x.shape[:2], -1, head_dim) for part in parts]
 
-    def _keys_values(self, products: list[Float[Array, "B T K H"]], positions: Int[Array, "B T"]) -> KeysValues:
+    def _keys_values(self, products: list[Float[Array, "B T K H"]], positions: Int[Array, "B T"]) -> cache_lib.KeysValues:
         """Keys, normed and rotated, and values, as the cache holds them: [B, K, T, H]."""
         cfg = self.config
         k, v = products[0], products[-1]  # one and the same product where values are keys

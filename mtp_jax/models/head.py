@@ -45,7 +45,7 @@ class HeadOutput(struct.PyTreeNode):
     logits: Float[Array, "B T C"]  # float32, over the draft vocabulary
     hidden: Float[Array, "B T D"]  # recurrent: input of the next draft step
     features: Float[Array, "B T D"]  # what the table's rows are multiplied with; W wide where the table is the head's own
-    copy: Float[Array, "B T S"] | None  # float32 pointer weight of each slot, sums to 1 over visible slots
+    copy: Float[Array, "B T S"] | None  # float32 pointer weight of each slot, sums to 1 over visible slots (which slots: `pointer_positions`)
     gate: Float[Array, "B T"] | None  # float32 share of the copy distribution
 
 
@@ -65,6 +65,7 @@ class Head(nn.Module):
         values: dict[int, Float[Array, "B K S H"]],
         last_slot: Int[Array, "B T"],
         unembedding: layers.Kernel,
+        positions: dict[int, Int[Array, "B S"]] | None = None,
     ) -> HeadOutput:
         """Draft one token of each row.
 
@@ -73,20 +74,22 @@ class Head(nn.Module):
             as stored: the backbone's scaling of it is done here.
           hidden: h_p of the backbone (after the final norm) in the first draft step, later the head's own `hidden`.
           keys, values: donor K/V by backbone layer, straight from the cache.
-          last_slot: p of each row; the same in every draft step.
+          last_slot: p of each row; the same in every draft step. In a ring, the position and not the slot.
           unembedding: the backbone's unembedding cut to the draft vocabulary, [D, C] or column blocks; not looked at
             when the head has its own table.
+          positions: of the slots of donors that are rings.
         """
         cfg, bb = self.config, self.backbone
-        dense = self._dense
+        dense, positions = self._dense, positions or {}
         position = last_slot + 1 if cfg.query_position == "pending" else last_slot
         embedded = backbone_lib.scale_embedding(embedded, bb.embedding_scale)
         x = dense(cfg.width, "pre")(jnp.concatenate([embedded, hidden.astype(embedded.dtype)], axis=-1))
         for index, donor in enumerate(cfg.donors):
-            x = self._layer(x, index, keys[donor], values[donor], last_slot, position)
+            held = positions.get(donor, keys[donor].shape[2])
+            x = self._layer(x, index, keys[donor], values[donor], layers.visible(last_slot, held, last_slot + 1, bb.window(donor)), position)
         n = self._norm("norm", x)
         features = n if cfg.output != "backbone" or cfg.width == cfg.backbone_width else dense(cfg.backbone_width, "out")(n)
-        copy, gate = self._point(n, keys, last_slot, position) if cfg.pointer else (None, None)
+        copy, gate = self._point(n, keys, last_slot, position, positions) if cfg.pointer else (None, None)
         return HeadOutput(
             logits=self._logits(features, unembedding).astype(jnp.float32),
             hidden=dense(cfg.backbone_width, "post")(n),
@@ -96,12 +99,11 @@ class Head(nn.Module):
         )
 
     def _layer(
-        self, x: Float[Array, "B T W"], index: int, keys: Float[Array, "B K S H"], values: Array, last_slot: Int[Array, "B T"], position: Int[Array, "B T"]
+        self, x: Float[Array, "B T W"], index: int, keys: Float[Array, "B K S H"], values: Array, mask: Bool[Array, "B T S"], position: Int[Array, "B T"]
     ) -> Float[Array, "B T W"]:
         """One layer of the head over its donor's K/V."""
         cfg, bb, donor, name = self.config, self.backbone, self.config.donors[index], f"layers_{index}"
         after = self._norm if cfg.norms == "sandwich" else lambda _, y: y
-        mask = layers.visible(last_slot, keys.shape[2], last_slot + 1, bb.window(donor))
         q = self._queries(self._norm(f"{name}_attn_norm", x), cfg.num_heads, donor, position, f"{name}_q")
         mixed = layers.attend(q, keys, values, mask, bb.attention_scale_of(donor), bb.attention_softcap)
         x = x + after(f"{name}_post_attn_norm", self._dense(cfg.width, f"{name}_o")(mixed))
@@ -134,10 +136,11 @@ class Head(nn.Module):
         return layers.rotate(q, position, *bb.rope(donor))
 
     def _point(
-        self, n: Float[Array, "B T W"], keys: dict[int, Array], last_slot: Int[Array, "B T"], position: Int[Array, "B T"]
+        self, n: Float[Array, "B T W"], keys: dict[int, Array], last_slot: Int[Array, "B T"], position: Int[Array, "B T"], positions: dict[int, Array]
     ) -> tuple[Float[Array, "B T S"], Float[Array, "B T"]]:
         """Copy weights over slots and the gate. Scores are the mean over key heads of query · key, so one query a key head is enough."""
         cfg, bb = self.config, self.backbone
+        ring = pointer_positions(cfg, positions)
         scores = 0.0
         mask = None
         for donor in cfg.pointer_donors:
@@ -145,8 +148,11 @@ class Head(nn.Module):
             q = self._queries(n, cfg.pointer_heads * kv_heads, donor, position, f"pointer_{donor}_q")
             q = q.reshape(*n.shape[:2], cfg.pointer_heads, kv_heads, -1)
             per_head = jnp.einsum("BTPKH,BKSH->BKPTS", q, keys[donor]).astype(jnp.float32)  # summing over K here as well would copy the keys
-            scores += per_head.mean(axis=1) * bb.attention_scale_of(donor)
-            seen = layers.visible(last_slot, keys[donor].shape[2], last_slot + 1, bb.window(donor))
+            here = per_head.mean(axis=1) * bb.attention_scale_of(donor)
+            if ring is not None and donor not in positions:  # beside a ring, only what that one's window shows can be seen
+                here = jnp.take_along_axis(here, jnp.maximum(ring, 0)[:, None, None], axis=-1)
+            scores += here
+            seen = layers.visible(last_slot, keys[donor].shape[2] if ring is None else ring, last_slot + 1, bb.window(donor))
             mask = seen if mask is None else mask & seen
         assert mask is not None
         weights = layers.masked_softmax(jnp.asarray(scores), mask[:, None])  # [B, P, T, S]
@@ -216,7 +222,18 @@ class Mixture(struct.PyTreeNode):
     vocab_at_slots: Float[Array, "B T S"] | None  # log((1 - g) softmax(x_{s+1})), -inf where outside the draft vocabulary
 
 
-def mix(output: HeadOutput, slot_logits: Float[Array, "B T S"] | None, followers: Int[Array, "B S"], last_slot: Int[Array, "B T"]) -> Mixture:
+def pointer_positions(config: config_lib.HeadConfig, positions: dict[int, Int[Array, "B S"]]) -> Int[Array, "B S"] | None:
+    """Positions of the slots that the pointer weighs, those of a ring where one of its donors is a ring; None: slot s is position s."""
+    return next((positions[donor] for donor in config.pointer_donors if donor in positions), None)
+
+
+def mix(
+    output: HeadOutput,
+    slot_logits: Float[Array, "B T S"] | None,
+    followers: Int[Array, "B S"],
+    last_slot: Int[Array, "B T"],
+    positions: Int[Array, "B S"] | None = None,
+) -> Mixture:
     """Combine softmax and copy distribution.
 
     Args:
@@ -225,6 +242,7 @@ def mix(output: HeadOutput, slot_logits: Float[Array, "B T S"] | None, followers
         Only a pointer needs them.
       followers: token x_{s+1} after each slot s; entries beyond a row's last slot are ignored.
       last_slot: p of each row.
+      positions: see `pointer_positions`.
     """
     normaliser = nn.logsumexp(output.logits, axis=-1, keepdims=True)
     if output.copy is None or output.gate is None or slot_logits is None:
@@ -234,7 +252,7 @@ def mix(output: HeadOutput, slot_logits: Float[Array, "B T S"] | None, followers
     copied = jnp.einsum("BTS,BSR->BTR", output.copy, same) * output.gate[..., None]  # weight of all occurrences of the token
     base = slot_logits + stay
     lowest = jnp.finfo(jnp.float32).min
-    slots = jnp.where(first_visible(followers, last_slot), jnp.log(jnp.exp(base) + copied + TINY), lowest)
+    slots = jnp.where(first_visible(followers, last_slot, positions), jnp.log(jnp.exp(base) + copied + TINY), lowest)
     return Mixture(vocab=output.logits + stay, slots=slots, vocab_at_slots=base)
 
 
@@ -247,11 +265,15 @@ def gather_slot_logits(logits: Float[Array, "B T C"], index_at_slots: Int[Array,
 TINY = 1e-8  # keeps log finite; far below any probability that matters
 
 
-def first_visible(followers: Int[Array, "B S"], last_slot: Int[Array, "B T"]) -> Bool[Array, "B T S"]:
-    """True at slots <= last_slot whose follower occurs at no earlier slot: each token of the text once."""
-    slots = jnp.arange(followers.shape[1])
-    earlier = (followers[:, :, None] == followers[:, None, :]) & (slots[None, :] < slots[:, None])  # [B, S, S']
-    return ~earlier.any(axis=-1)[:, None] & (slots <= last_slot[..., None])
+def first_visible(followers: Int[Array, "B S"], last_slot: Int[Array, "B T"], positions: Int[Array, "B S"] | None = None) -> Bool[Array, "B T S"]:
+    """True at slots <= last_slot whose follower occurs at no earlier slot: each token of the text, or of a ring, once."""
+    slots = jnp.arange(followers.shape[1]) if positions is None else positions
+    before = slots[..., None, :] < slots[..., None]  # [S, S'], or [B, S, S']
+    if positions is not None:
+        before &= (positions >= 0)[:, None]
+    earlier = (followers[:, :, None] == followers[:, None, :]) & before
+    seen = layers.visible(last_slot, followers.shape[1] if positions is None else positions, last_slot, None)
+    return ~earlier.any(axis=-1)[:, None] & seen
 
 
 def greedy(mixture: Mixture, ids: Int[Array, " C"], followers: Int[Array, "B S"]) -> Int[Array, "B T"]:
@@ -263,6 +285,12 @@ def greedy(mixture: Mixture, ids: Int[Array, " C"], followers: Int[Array, "B S"]
     slot = jnp.argmax(mixture.slots, axis=-1)
     copied = jnp.take_along_axis(followers, slot.reshape(slot.shape[0], -1), axis=1).reshape(slot.shape)
     return jnp.where(mixture.slots.max(axis=-1) > mixture.vocab.max(axis=-1), copied, token)
+
+
+def highest(mixture: Mixture) -> Float[Array, "B T"]:
+    """Probability of the most probable draft token."""
+    best = mixture.vocab.max(axis=-1)
+    return jnp.exp(best if mixture.slots is None else jnp.maximum(best, mixture.slots.max(axis=-1)))
 
 
 def param_shapes(config: config_lib.HeadConfig, backbone: config_lib.BackboneConfig) -> dict[str, tuple[int, ...]]:

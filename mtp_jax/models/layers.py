@@ -2,7 +2,7 @@
 
 Numbers: norms, softmax and rotary angles are float32; matrix products run in the dtype of the parameters.
 
-Column blocks. In the layout of the decode loop on CPU a kernel [in, out] is stored as [out / c, in, c] (c =
+Column blocks. In the layout of the decode loop on CPU a kernel [in, out] is stored as [out / c, in, c] (c is at most
 `COLUMN_BLOCK`), cut into a tuple of pieces, and kernels with the same input are joined (q, k and v; gate and up). XLA's
 CPU backend then multiplies 2..16 rows at little more than the cost of one, because each block stays in the innermost
 cache; the pieces are what keeps a second core busy; and every row's result is bit-identical whatever the number of rows:
@@ -11,17 +11,28 @@ on CPU, verification is exact to the bit. The same values, another order: `to_co
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax import config as config_lib
 
-COLUMN_BLOCK = 16  # float32 values in one 64-byte cache line
+
+def _column_block() -> int:
+    """Columns of a block that this processor multiplies fastest (measured: experiments/LOG.md)."""
+    simd = np.show_config(mode="dicts").get("SIMD Extensions", {})  # type: ignore[union-attr]
+    wide = any(name.startswith(("AVX512", "X86_V4")) for name in (*simd.get("baseline", ()), *simd.get("found", ())))
+    return 64 if wide else 16
+
+
+COLUMN_BLOCK = _column_block()
+NARROWEST_BLOCK = 16  # float32 values in one 64-byte cache line
 COLUMN_BLOCK_ROWS = 16  # beyond so many rows the plain layout is faster
 PIECE_COLUMNS = 3072  # widest product whose broadcast input still fits the outer cache
 MIN_PIECES = 10  # XLA's CPU runtime gives work to a second core only when more than eight operations are ready
@@ -56,38 +67,37 @@ def matmul(x: Float[Array, "*rows in"], kernel: Kernel) -> Float[Array, "*rows o
     if not isinstance(kernel, tuple):
         return x @ kernel
     rows = x.reshape(-1, x.shape[-1])
+    if len(rows) == 1:
+        # XLA generates code of its own for the product of a single row: other last bits, and seconds of compilation for all
+        # pieces of a model. Two equal rows cost about the same and run the code that any other number of rows runs.
+        return matmul(jnp.concatenate([rows, rows]), kernel)[:1].reshape(*x.shape[:-1], -1)
     products = [block_product(rows, piece) for piece in kernel]
     return jnp.concatenate(products).swapaxes(0, 1).reshape(*x.shape[:-1], -1)  # from [out/c, rows, c]
 
 
 def block_product(rows: Float[Array, "R in"], piece: Array) -> Array:
-    """[R, in] times one piece [blocks, in, c] of a kernel -> [blocks, R, c].
-
-    A single row is written as multiply and sum: as a dot, XLA generates and compiles code for every piece of every
-    layer, half a minute for a whole model. The barriers keep pieces apart, whose inputs would become one written array.
-    """
-    if len(rows) == 1:
-        rows, piece = lax.optimization_barrier((rows, piece))
-        return lax.optimization_barrier((rows[0][:, None] * piece).sum(axis=1, keepdims=True))
+    """[R, in] times one piece [blocks, in, c] of a kernel -> [blocks, R, c]."""
     return lax.dot_general(jnp.broadcast_to(rows, (len(piece), *rows.shape)), piece, (((2,), (1,)), ((0,), (0,))))
 
 
-@jax.jit  # called kernel by kernel: a few shapes to compile, instead of one program with every layer in it
-def block_kernel(kernel: Float[Array, "in out"]) -> Kernel:
-    """[in, out] -> pieces [blocks, in, c] that together hold out/c blocks; unchanged where c does not divide out."""
+@partial(jax.jit, static_argnames=("width",))  # called kernel by kernel: a few shapes to compile, instead of one program with every layer in it
+def block_kernel(kernel: Float[Array, "in out"], width: int = COLUMN_BLOCK) -> Kernel:
+    """[in, out] -> pieces [blocks, in, c] that together hold out/c blocks; unchanged where not even the narrowest block divides out."""
     inputs, outputs = kernel.shape
-    if outputs % COLUMN_BLOCK:
+    while outputs % width and width > NARROWEST_BLOCK:
+        width //= 2
+    if outputs % width:
         return kernel
-    blocks = kernel.reshape(inputs, outputs // COLUMN_BLOCK, COLUMN_BLOCK).swapaxes(0, 1)
-    size = piece_size(len(blocks), kernel.nbytes)
+    blocks = kernel.reshape(inputs, outputs // width, width).swapaxes(0, 1)
+    size = piece_size(len(blocks), kernel.nbytes, width)
     return tuple(blocks[start : start + size] for start in range(0, len(blocks), size))
 
 
-def piece_size(num_blocks: int, num_bytes: int) -> int:
+def piece_size(num_blocks: int, num_bytes: int, width: int) -> int:
     """Blocks in each piece of a kernel: all of a small one; of others, where possible, a divisor that gives MIN_PIECES to 2 * MIN_PIECES pieces."""
     if num_bytes < SMALL_BYTES:
         return num_blocks
-    most = min(max(num_blocks // MIN_PIECES, 1), PIECE_COLUMNS // COLUMN_BLOCK)
+    most = min(max(num_blocks // MIN_PIECES, 1), PIECE_COLUMNS // width)
     even = [size for size in range(most, most // 2, -1) if num_blocks % size == 0]
     return even[0] if even else most
 
@@ -193,16 +203,22 @@ def rope_frequencies(half: int, theta: float, fraction: float = 1.0, scaling: co
     return frequencies if turning == half else frequencies * (jnp.arange(half) < turning)
 
 
-def visible(last_slot: Int[Array, "B T"], num_slots: int, query_position: Int[Array, "B T"], window: int | None) -> Bool[Array, "B T S"]:
-    """True where a query may look: slots 0..last_slot, and inside the window counted back from the query's position.
+def visible(last: Int[Array, "B T"], positions: int | Int[Array, "B S"], query_position: Int[Array, "B T"], window: int | None) -> Bool[Array, "B T S"]:
+    """True where a query may look: positions 0..last, and inside the window counted back from the query's position.
 
-    Worked row: last_slot 4, query_position 5, window 3 -> slots 3 and 4 (position 5 itself is the third, and has no slot yet).
+    Worked row: last 4, query_position 5, window 3 -> positions 3 and 4 (position 5 itself is the third, and has no slot yet).
+
+    Args:
+      last: newest position each query may see.
+      positions: of the slots, negative where a slot is empty; a number S says that slots 0..S-1 hold positions 0..S-1.
+      query_position: that each query stands at.
+      window: positions a query sees, its own included; None is all.
     """
-    slots = jnp.arange(num_slots)
-    mask = slots <= last_slot[..., None]
+    held = jnp.arange(positions) if isinstance(positions, int) else positions[:, None]
+    mask = held <= last[..., None]
     if window is not None:
-        mask &= slots > query_position[..., None] - window
-    return mask
+        mask &= held > query_position[..., None] - window
+    return mask if isinstance(positions, int) else mask & (held >= 0)
 
 
 def attend(

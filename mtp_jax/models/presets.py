@@ -168,6 +168,11 @@ def gemma4_e4b() -> BackboneConfig:
     return _gemma4(2560, 10_240, 42, 8, 2, 512, 6, shared_kv_layers=18, **own)
 
 
+def gemma4_12b() -> BackboneConfig:
+    """Text model of Gemma 4 12B (`gemma4_unified`): 11.91 B parameters. Values of transformers' convert_gemma4_unified_weights.py."""
+    return _gemma4(3840, 15_360, 48, 16, 8, 1024, 6, keys_are_values=True, full_kv_heads=1, max_positions=262_144)
+
+
 def gemma4_31b() -> BackboneConfig:
     """Text model of Gemma 4 31B: 30.7 B parameters."""
     return _gemma4(5376, 21_504, 60, 32, 16, 1024, 6, keys_are_values=True, full_kv_heads=4, max_positions=262_144)
@@ -186,6 +191,7 @@ PRESETS = {
         gemma3_4b,
         gemma4_e2b,
         gemma4_e4b,
+        gemma4_12b,
         gemma4_31b,
     )
 }

@@ -124,6 +124,7 @@ def _check_same_run(out: Path, backbone: LoadedBackbone, prompts: Sequence[Promp
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
+        "min_p": config.min_p,
         "seed": config.seed,
         "max_prompt_tokens": max_prompt_tokens,
     }
@@ -131,7 +132,7 @@ def _check_same_run(out: Path, backbone: LoadedBackbone, prompts: Sequence[Promp
     if out.exists():
         if not path.exists():
             raise RolloutError(f"{out}: exists without {path.name}, so it was not made by this command; choose another --out")
-        before = read_json(path)
+        before = {"min_p": 0.0} | read_json(path)  # older files don't name it, and were made without
         for name, value in settings.items():
             if before.get(name) != value:
                 raise RolloutError(f"{out}: was made with {name}={before.get(name)!r}, this run has {value!r}; choose another --out")

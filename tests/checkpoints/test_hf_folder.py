@@ -1,5 +1,6 @@
 """Transformers' folders: config rules, shards, tensors."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -125,22 +126,57 @@ def test_gemma_4_as_published_and_as_transformers_writes_it(tmp_path):
         _config(tmp_path, **written | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}}})
 
 
-@pytest.mark.parametrize(
-    "prefix, head, eyes", [("model.language_model.", "lm_head.", "model.vision_tower."), ("language_model.model.", "language_model.lm_head.", "vision_tower.")]
+def test_short_config_of_gemma_4_12b(tmp_path):
+    """As transformers' conversion script makes it; all else is the default of `gemma4_unified_text`."""
+    text = dict(model_type="gemma4_unified_text", hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16)
+    text |= dict(num_key_value_heads=8, num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=30.0)
+    config = _config(tmp_path, model_type="gemma4_unified", text_config=text)
+    assert config == dataclasses.replace(presets.gemma4_12b(), dtype="float32")
+
+
+NEW, OLD = ("model.language_model.", "lm_head.", "model."), ("language_model.model.", "language_model.lm_head.", "")  # of transformers 5 and 4
+
+
+@pytest.fixture(
+    params=[("gemma3", NEW), ("gemma3", OLD), ("gemma4", NEW), ("gemma4", OLD), ("gemma4_unified", NEW)], ids=lambda param: f"{param[0]} {param[1][0]}"
 )
-@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
-def test_text_model_inside_one_that_sees(tmp_path, prefix, head, eyes, name):
-    """Other towers are skipped, a tied copy is checked, and K/V weights of layers that share are not read."""
-    tensors = {key.replace("model.", prefix, 1): value for key, value in load_file(GOLDEN / name / "model.safetensors").items()}
+def inside(request, tmp_path):
+    """A text model inside one that sees and hears: its folder's config, its tensors under other names, and the folder of the text model alone."""
+    kind, (prefix, head, other) = request.param
+    alone = GOLDEN / kind.removesuffix("_unified")
+    text, tensors = json.loads((alone / "config.json").read_text()), load_file(alone / "model.safetensors")
+    if kind == "gemma4_unified":  # has no embeddings of single layers
+        text |= dict(model_type="gemma4_unified_text", hidden_size_per_layer_input=0)
+        tensors = {name: value for name, value in tensors.items() if "per_layer" not in name}
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(text))
+        alone = tmp_path
+    tensors = {name.replace("model.", prefix, 1): value for name, value in tensors.items()}
     tensors[head + "weight"] = tensors[prefix + "embed_tokens.weight"]
-    tensors[eyes + "patch.weight"] = np.zeros((3, 3), np.float32)
-    if name == "gemma4":
+    for name in ("vision_tower.patch", "audio_tower.layers.0", "multi_modal_projector", "embed_vision.projection", "embed_audio.projection", "vision_embedder"):
+        tensors[f"{other}{name}.weight"] = np.zeros((3, 3), np.float32)
+    (tmp_path / "whole").mkdir()
+    config = _config(tmp_path / "whole", model_type=kind, text_config=text, vision_config={}, audio_config={})
+    return config, tensors, tmp_path / "whole", alone, prefix
+
+
+def test_text_model_inside_one_that_sees_and_hears(inside):
+    """The rest is skipped by its name, a tied copy is checked, and K/V weights of layers that share are not read."""
+    config, tensors, folder, alone, prefix = inside
+    if config.shared_kv_layers:
         tensors[prefix + "layers.4.self_attn.k_proj.weight"] = np.zeros((1, 1), np.float32)
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = _config(tmp_path, model_type=name, text_config=json.loads((GOLDEN / name / "config.json").read_text()), vision_config={})
-    assert config == hf.read_config(GOLDEN / name)
-    params, alone = hf.read_params(tmp_path, config), hf.read_params(GOLDEN / name, config)
-    assert jax.tree.all(jax.tree.map(np.array_equal, params, alone))
+    save_file(tensors, folder / "model.safetensors")
+    assert config == hf.read_config(alone)
+    assert jax.tree.all(jax.tree.map(np.array_equal, hf.read_params(folder, config), hf.read_params(alone, config)))
+
+
+@pytest.mark.parametrize("name", ["{}layers.0.vision_tower.weight", "{}audio_tower.weight", "model.depth_tower.weight", "vision.weight"])
+def test_an_unknown_tensor_beside_the_text_model_is_an_error(inside, name):
+    """What is skipped is skipped by the beginning of its whole name."""
+    config, tensors, folder, _, prefix = inside
+    save_file(tensors | {name.format(prefix): np.zeros((3, 3), np.float32)}, folder / "model.safetensors")
+    with pytest.raises(errors.UnexpectedTensor, match=r"weight' \[3, 3\] has no place in this model"):
+        hf.read_params(folder, config)
 
 
 def test_norms_that_add_one_are_stored_so():

@@ -92,6 +92,36 @@ def test_tiny_random_model_in_blocks(pair, expected):
     assert_same(backbone_lib.BackboneOutput(hidden=hidden, logits=logits, cache=state), expected)
 
 
+VISION = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
+AUDIO = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=6, subsampling_conv_channels=[4, 2])
+# name in make_golden -> class in transformers, and the parts that see and hear
+WHOLES = {
+    "gemma3": ("Gemma3", dict(vision_config=VISION | dict(image_size=8), mm_tokens_per_image=4)),
+    "gemma4": ("Gemma4", dict(vision_config=VISION | dict(num_key_value_heads=2, head_dim=4), audio_config=AUDIO)),
+    "gemma4-12b": (
+        "Gemma4Unified",
+        dict(vision_config=dict(patch_size=2, mm_embed_dim=12, output_proj_dims=12, mm_posemb_size=4), audio_config=dict(audio_embed_dim=5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_text_model_of_one_that_sees_and_hears(name, tmp_path):
+    """Saved by transformers inside the whole and alone: the same config and parameters."""
+    family, parts = WHOLES[name]
+    text = make_golden.make_model(name, seed=7)
+    text.save_pretrained(tmp_path / "alone")
+    whole = getattr(transformers, f"{family}ForConditionalGeneration")(getattr(transformers, f"{family}Config")(text_config=text.config, **parts))
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    others = [path for path, _ in whole.named_parameters() if "language_model" not in path and "lm_head" not in path]
+    assert len(others) > 3 and hf.read_json(tmp_path / "whole" / "config.json")["model_type"] != text.config.model_type
+    config = hf.read_config(tmp_path / "whole")
+    assert config == hf.read_config(tmp_path / "alone")
+    params, alone = hf.read_params(tmp_path / "whole", config), hf.read_params(tmp_path / "alone", config)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, alone))
+
+
 @pytest.mark.slow  # real weights, 135 M parameters in float32 twice
 def test_smollm2_gguf():
     """256 positions of 8 texts: logits to 1e-3, and the same argmax at each position."""

@@ -7,7 +7,7 @@ import tiny_files
 
 from mtp_jax.checkpoints import errors
 from mtp_jax.checkpoints.chat import ChatTemplate
-from mtp_jax.checkpoints.tokenizer import Tokenizer
+from mtp_jax.checkpoints.tokenizer import TextError, Tokenizer
 
 WORDS = {word: index for index, word in enumerate(tiny_files.vocabulary())}
 HELLO = [{"role": "user", "content": "hello 12"}]
@@ -54,6 +54,23 @@ def test_template_can_refuse(tokenizer):
 def test_message_without_role_or_content(tokenizer, message):
     with pytest.raises(errors.CheckpointError, match="must be a string"):
         tokenizer.apply_chat([message])
+
+
+def test_lone_surrogates_are_refused_where_they_stand(tokenizer):
+    """As JSON's escapes or a command line of other bytes can hold them; a whole pair in JSON is one character."""
+    with pytest.raises(TextError, match=r"^text has '\\ud800' at character 3: must be Unicode text"):
+        tokenizer.encode("ab\ud800c")
+    with pytest.raises(TextError, match=r"^message 2: 'content' has '\\udc80' at character 1: "):
+        tokenizer.apply_chat([*HELLO, {"role": "user", "content": "\udc80"}])
+    with pytest.raises(TextError, match=r"^message 1: 'role' has '\\udfff' at character 4: "):
+        tokenizer.apply_chat([{"role": "cat\udfff", "content": "x"}])
+    assert tokenizer.encode(json.loads('"\\ud83d\\ude00"')) == tokenizer.encode("\N{GRINNING FACE}")
+
+
+def test_a_lone_surrogate_of_the_template_is_refused_too(tmp_path):
+    tokenizer = Tokenizer.from_hf(tiny_files.write_hf_tokenizer(tmp_path, chat_template="{{ '\ud800' }}"))
+    with pytest.raises(TextError, match=r"the chat template's text has '\\ud800' at character 1: "):
+        tokenizer.apply_chat(HELLO)
 
 
 def test_stop_tokens_and_vocabulary(tokenizer):

@@ -83,12 +83,22 @@ def rules(num_draft):
     return config_lib.DecodeConfig(max_new_tokens=1, num_draft=num_draft)
 
 
-def compiled_decode(runtime, drafter, batch, num_draft):
+def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None):
     lengths = jnp.full((batch,), 5)
     request = loop.Request(limits=jnp.full((batch,), 50), keys=sampling.row_keys(0, list(range(batch))))
     prompts = jnp.zeros((batch, 8), jnp.int32)
     state = jax.eval_shape(
-        lambda: loop.prefill(runtime.prefill_module, runtime.prefill_params, prompts, lengths, request, num_slots=S, drafter=drafter, config=rules(num_draft))
+        lambda: loop.prefill(
+            runtime.prefill_module,
+            runtime.prefill_params,
+            prompts,
+            lengths,
+            request,
+            num_slots=S,
+            drafter=drafter,
+            config=rules(num_draft),
+            window_slots=window_slots,
+        )
     )
     params = None if drafter is None or isinstance(drafter, prompt_lookup.PromptLookup) else runtime.drafter_params
     return loop.decode.lower(runtime.step_module, drafter, runtime.step_params, params, state, request, config=rules(num_draft)).compile().as_text()
@@ -104,6 +114,17 @@ def test_no_decode_step_copies_a_layers_cache(runtime, kind, batch):
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", program)
     count = len(re.findall(r"\{\d+\}: \(\d+, \{\}, may-alias\)", aliased.group(1) if aliased else ""))
     assert count >= 2 * fakes.BACKBONE.num_layers, "the caches that come in are not the ones that go out"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_no_decode_step_copies_a_ring(runtime, num_draft, batch):
+    """Nor a full layer beside it."""
+    ring = 89  # no other array has so many elements
+    program = compiled_decode(runtime, runtime.drafter if num_draft else None, batch, num_draft, window_slots=ring)
+    full = int(np.prod(SHAPE[batch]))
+    assert full_size_writes(program, full // S * ring) == []
+    assert full_size_writes(program, full) == []
 
 
 def looped(update, batch):

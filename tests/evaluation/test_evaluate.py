@@ -9,6 +9,7 @@ import pytest
 from mtp_jax.config import ConfigError, DecodeConfig, TrainConfig
 from mtp_jax.decoding import generate as generate_lib
 from mtp_jax.evaluation import acceptance
+from mtp_jax.evaluation import journal as journal_lib
 from mtp_jax.models import head as head_lib
 from mtp_jax.prompts import Prompt
 from mtp_jax.training import data, fit, walk
@@ -62,7 +63,7 @@ def scripted(monkeypatch):
         drafted = runtime.drafter is not None
         calls.append(("head" if drafted else "vanilla", warm_up, list(row_numbers)))
         outputs = [_output([number, 1, 5 if drafted else 2], 1 if drafted else 2, [1, 1] if drafted else []) for number in row_numbers]
-        return generate_lib.DecodeResult(outputs, 0.1, 0.4 if drafted else 0.9, {"parameters": 7, "state": len(rows) if drafted else 0})
+        return generate_lib.DecodeResult(outputs, 0.1, 0.4 if drafted else 0.9, drafter_bytes={"parameters": 7, "state": len(rows) if drafted else 0})
 
     monkeypatch.setattr(generate_lib, "run", run)
     return calls
@@ -130,10 +131,16 @@ def test_a_stopped_run_goes_on_from_its_journal(pair, scripted, tmp_path):
     assert len(scripted) == 6
     assert acceptance.evaluate(*pair, PROMPTS, CONFIG, journal=journal) == whole
     assert [numbers for _, _, numbers in scripted[6:]] == [[1], [1], [2], [2]]
-    with pytest.raises(acceptance.JournalError, match=r"is of a run with num_draft=\d+, this one has 1"):
+    with pytest.raises(journal_lib.JournalError, match=r"is of a run with num_draft=\d+, this one has 1"):
         acceptance.evaluate(*pair, PROMPTS, dataclasses.replace(CONFIG, num_draft=1), journal=journal)
-    with pytest.raises(acceptance.JournalError, match="prompts="):
+    with pytest.raises(journal_lib.JournalError, match="prompts="):
         acceptance.evaluate(*pair, PROMPTS[:4], CONFIG, journal=journal)
+
+
+def test_settings_say_how_tokens_were_chosen(pair, scripted):
+    chosen = dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, accept="rejection", seed=4)
+    settings = acceptance.evaluate(*pair, PROMPTS, dataclasses.replace(CONFIG, **chosen))["settings"]
+    assert {name: settings[name] for name in chosen} == chosen
 
 
 def test_without_a_head(pair, scripted):

@@ -70,6 +70,33 @@ def test_parallel_draft_steps_equal_step_by_step_decoding(backbone, head):
             np.testing.assert_allclose(one.hidden[:, 0], many.hidden[:, row], rtol=1e-4, atol=2e-4)
 
 
+def test_every_draft_in_the_decode_loop(backbone, head):
+    """One to four tokens are committed a step, other numbers in the other row. The reference takes each step for itself, from a
+    pass over the whole text; what comes after a row's slots is spoilt there, and is another draft's leftover in the loop."""
+    prompt_length, num_draft, gaps = 4, 3, [[4, 2, 1, 3, 4, 1], [1, 3, 4, 2, 1, 4]]
+    runtime, prompts = generate.make_runtime(backbone, head), fakes.prompts(prompt_length, prompt_length)
+    answers = generate.run(runtime.without_drafter(), prompts, config_lib.DecodeConfig(max_new_tokens=16)).outputs
+    texts = np.asarray([prompt + answer.tokens for prompt, answer in zip(prompts, answers, strict=True)])
+    whole = jax.jit(backbone_lib.Backbone(GEMMA4).apply)({"params": backbone.params}, texts)
+    text, plain, table = jnp.asarray(texts), head_lib.Head(head.config, GEMMA4), backbone.params["embed"]["embedding"]
+
+    @jax.jit
+    def one_by_one(row, slots):
+        after = jnp.arange(texts.shape[1])[:, None] >= slots
+        keys, values = ({donor: jnp.where(after, 9.0, part[donor][row])[None] for donor in (2, 3)} for part in (whole.cache.keys, whole.cache.values))
+        token, hidden, drafts = text[row, slots], whole.hidden[row, slots - 1][None, None], []
+        for _ in range(num_draft):
+            output = plain.apply({"params": head.params}, table[token][None, None], hidden, keys, values, (slots - 1)[None, None], ())
+            token, hidden = jnp.asarray(head.draft_ids)[output.logits.argmax()], output.hidden
+            drafts.append(token)
+        return jnp.stack(drafts)
+
+    found = fakes.drafts_in_the_loop(runtime, texts, prompt_length, gaps)
+    for (row, slots), drafts in found.items():
+        np.testing.assert_array_equal(drafts, one_by_one(row, slots), err_msg=f"row {row} after {slots} slots")
+    assert len({token for drafts in found.values() for token in drafts}) > 9  # not a few tokens always
+
+
 def test_text_is_the_backbones_own(backbone, head):
     """Drafting adds the head's parameters and two lists of the vocabulary's length, no rows of the backbone."""
     runtime = generate.make_runtime(backbone, head)

@@ -80,11 +80,22 @@ def test_attend_reads_the_right_key_head_and_no_hidden_slot():
     np.testing.assert_array_equal(np.asarray(again)[:, 0], np.asarray(actual)[:, 0])
 
 
-@pytest.mark.parametrize("shape, pieces", [((20, 48), 1), ((600, 640), 10), ((600, 592), 13), ((10, 11 * layers.PIECE_COLUMNS), 11), ((20, 24), 0)])
-def test_column_blocks_hold_the_same_kernel(shape, pieces):
-    """A small kernel stays whole, a larger one is cut evenly where it can be, and one that blocks do not fit stays plain."""
+@pytest.mark.parametrize(
+    "shape, width, pieces",
+    [
+        ((20, 48), 16, 1),
+        ((600, 640), 16, 10),
+        ((600, 592), 16, 13),
+        ((10, 11 * layers.PIECE_COLUMNS), 16, 11),
+        ((600, 640), 64, 10),
+        ((600, 608), 64, 19),
+        ((20, 24), 64, 0),
+    ],
+)
+def test_column_blocks_hold_the_same_kernel(shape, width, pieces):
+    """A small kernel stays whole, a larger one is cut, evenly where it can be; narrower blocks take over where wide ones do not fit, and none where none does."""
     kernel = RNG.normal(size=shape).astype(np.float32)
-    blocked = layers.block_kernel(jnp.asarray(kernel))
+    blocked = layers.block_kernel(jnp.asarray(kernel), width)
     assert (len(blocked) if isinstance(blocked, tuple) else 0) == pieces
     for rows in ((2, 3), (1, 1)):
         x = RNG.normal(size=(*rows, shape[0])).astype(np.float32)
@@ -92,9 +103,10 @@ def test_column_blocks_hold_the_same_kernel(shape, pieces):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a property of XLA's CPU backend")
+@pytest.mark.parametrize("width", [16, 64])
 @pytest.mark.parametrize("shape, counts", [((96, 128), range(1, layers.COLUMN_BLOCK_ROWS + 1)), ((600, 640), (1, 2, 5)), ((600, 592), (1, 3))])
-def test_rows_in_column_blocks_are_bit_identical_whatever_their_number(shape, counts):
-    blocked = layers.block_kernel(jnp.asarray(RNG.normal(size=shape).astype(np.float32)))
+def test_rows_in_column_blocks_are_bit_identical_whatever_their_number(shape, counts, width):
+    blocked = layers.block_kernel(jnp.asarray(RNG.normal(size=shape).astype(np.float32)), width)
     x = RNG.normal(size=(layers.COLUMN_BLOCK_ROWS, shape[0])).astype(np.float32)
     matmul = jax.jit(layers.matmul)
     whole = np.asarray(matmul(x, blocked))

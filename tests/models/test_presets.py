@@ -13,7 +13,8 @@ from mtp_jax.models import head as head_lib
 from mtp_jax.models import presets
 
 # Name -> parameters as published, in billions, and the rounding of that number; of Gemma 3 4B the technical report's sum of
-# embedding and other parameters, of Gemma 4 E2B and E4B the "effective" ones (without the embeddings of single layers).
+# embedding and other parameters, of Gemma 4 E2B and E4B the "effective" ones (without the embeddings of single layers), of
+# Gemma 4 12B, to the last one, all that its file holds less the embedders of images and of sound.
 PUBLISHED = {
     "smollm2_135m": (0.1345, 0.0001),
     "llama31_8b": (8.03, 0.005),
@@ -25,6 +26,7 @@ PUBLISHED = {
     "gemma3_4b": (0.675 + 3.209, 0.01),
     "gemma4_e2b": (2.3, 0.05),
     "gemma4_e4b": (4.5, 0.15),
+    "gemma4_12b": ((11_959_730_224 - 49_922_304 - 2_457_600) / 1e9, 1e-10),
     "gemma4_31b": (30.7, 0.05),
 }
 
@@ -43,7 +45,7 @@ def test_size_is_the_published_one(name):
     assert abs(count / 1e9 - published) <= rounding
 
 
-@pytest.mark.parametrize("name", ["smollm2_135m", "gemma3_270m", "gemma4_e2b", "gemma4_31b"])
+@pytest.mark.parametrize("name", ["smollm2_135m", "gemma3_270m", "gemma4_e2b", "gemma4_12b", "gemma4_31b"])
 def test_key_tables_have_the_backbones_parameters(name):
     config = presets.PRESETS[name]()
     parts = families.model_parts(config) + [part for index in range(config.num_layers) for part in families.layer_parts(config, index)]

@@ -82,6 +82,7 @@ def test_an_interrupted_run_goes_on_after_a_line_that_was_cut_off(stopping, gree
         (dict(config=dataclasses.replace(GREEDY, max_new_tokens=13)), "made with max_new_tokens=12, this run has 13"),
         (dict(config=dataclasses.replace(GREEDY, temperature=0.5)), "made with temperature=0.0, this run has 0.5"),
         (dict(config=dataclasses.replace(GREEDY, seed=1)), "made with seed=0, this run has 1"),
+        (dict(config=dataclasses.replace(GREEDY, min_p=0.5)), "made with min_p=0.0, this run has 0.5"),
         (dict(prompts=PROMPTS[::-1]), "made with prompts="),
         (dict(max_prompt_tokens=9), "made with max_prompt_tokens=512, this run has 9"),
     ],
@@ -91,6 +92,15 @@ def test_other_settings_are_refused(stopping, greedy, change, message):
     with pytest.raises(rollout.RolloutError, match=message):
         write(stopping, greedy[0], **change)
     assert greedy[0].read_bytes() == before
+
+
+def test_a_file_from_before_there_was_a_min_p_is_continued(stopping, greedy, tmp_path):
+    out = tmp_path / "old.jsonl"
+    out.write_bytes(greedy[0].read_bytes())
+    settings = json.loads(greedy[0].with_name("greedy.jsonl.settings.json").read_text())
+    assert settings.pop("min_p") == 0.0
+    (tmp_path / "old.jsonl.settings.json").write_text(json.dumps(settings))
+    assert write(stopping, out).done == 7 and out.read_bytes() == greedy[0].read_bytes()
 
 
 def test_another_backbone_or_a_foreign_file_is_refused(stopping, greedy, tmp_path):
