@@ -24,16 +24,15 @@ from jaxtyping import Array, Bool, Float, Int
 from mtp_jax import config as config_lib
 
 
-def _column_block() -> int:
-    """Columns of a block that this processor multiplies fastest (measured: experiments/LOG.md)."""
+def _wide_vectors() -> bool:
+    """Whether this processor has 512-bit vectors."""
     simd = np.show_config(mode="dicts").get("SIMD Extensions", {})  # type: ignore[union-attr]
-    wide = any(name.startswith(("AVX512", "X86_V4")) for name in (*simd.get("baseline", ()), *simd.get("found", ())))
-    return 64 if wide else 16
+    return any(name.startswith(("AVX512", "X86_V4")) for name in (*simd.get("baseline", ()), *simd.get("found", ())))
 
 
-COLUMN_BLOCK = _column_block()
+# Columns of a block that the processor multiplies fastest, and rows beyond which the plain layout is faster (experiments/LOG.md).
+COLUMN_BLOCK, COLUMN_BLOCK_ROWS = (64, 64) if _wide_vectors() else (16, 16)
 NARROWEST_BLOCK = 16  # float32 values in one 64-byte cache line
-COLUMN_BLOCK_ROWS = 16  # beyond so many rows the plain layout is faster
 PIECE_COLUMNS = 3072  # widest product whose broadcast input still fits the outer cache
 MIN_PIECES = 10  # XLA's CPU runtime gives work to a second core only when more than eight operations are ready
 SMALL_BYTES = 1 << 20  # smaller kernels stay whole: handing out their pieces would cost more than it gains
