@@ -92,6 +92,9 @@ def show(result: dict[str, Any]) -> None:
     _show_roofline(result["roofline"])
     if result["end_to_end"]:
         _show_end_to_end(result)
+    if result["predicted"]:
+        speeds = ", ".join(f"{num_draft}: {value:.2f}x" for num_draft, value in result["predicted"]["speedups"].items())
+        shared.say(f"predicted from passes and acceptance, by num_draft: {speeds}; best {result['predicted']['best_num_draft']}")
 
 
 def _show_passes(passes: dict[str, Any]) -> None:

@@ -95,6 +95,8 @@ class SampledDraftFlags(DraftFlags, SamplingFlags):
     """When sampling, which drafts are kept. match: those that are the backbone's own samples, so the text is what it alone would sample with
     this seed. rejection: the head draws its drafts, and they are kept by the ratio of probabilities; other texts of the same distribution.
     Which keeps more depends on head and temperature."""
+    min_confidence: float = 0.0
+    """Draft no further in a step once the product of the drafts' probabilities is below this; 0 always drafts num_draft tokens."""
 
 
 def say(text: str) -> None:

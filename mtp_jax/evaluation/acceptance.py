@@ -255,6 +255,7 @@ def run_settings(backbone: LoadedBackbone, head: LoadedHead | None, config: conf
         "top_k": config.top_k,
         "top_p": config.top_p,
         "min_p": config.min_p,
+        "min_confidence": config.min_confidence,
         "accept": config.accept,
         "seed": config.seed,
         "dtype": backbone.config.dtype,

@@ -27,8 +27,8 @@ from jaxtyping import Array, Int
 
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
+from mtp_jax.decoding import adaptive, loop
 from mtp_jax.decoding import generate as generate_lib
-from mtp_jax.decoding import loop
 from mtp_jax.evaluation import acceptance, roofline, timing
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import cache as cache_lib
@@ -98,7 +98,8 @@ def bench(
       progress: called with (runs done, runs in all), first for the passes, then for the prompts.
 
     Returns:
-      JSON-ready: `roofline`, `passes`, `end_to_end`, `drafter_bytes`, `settings`.
+      JSON-ready: `roofline`, `passes`, `end_to_end`, `predicted` (what decoding/adaptive.py makes of the two: speed by num_draft, and the
+      best), `drafter_bytes`, `settings`.
 
     Raises:
       PromptError: naming the first prompt that is empty or too long, or a context too long.
@@ -112,10 +113,13 @@ def bench(
     seconds = timing.take_turns(bed.programs(), plan.rounds, progress)
     config = generate_lib.with_stop_tokens(config_lib.DecodeConfig(max_new_tokens=plan.max_new_tokens), backbone)
     settings = acceptance.run_settings(backbone, head, config, max(plan.num_drafts) if drafting else 0, plan.batch_sizes[0])
+    passes = _passes(bed, seconds)
+    end_to_end = list(_end_to_end(vanilla, drafted, prompts, ids, config, plan, progress)) if plan.decode_rounds else []
     return {
         "roofline": _roofline(bed, head, seconds, accelerators),
-        "passes": _passes(bed, seconds),
-        "end_to_end": list(_end_to_end(vanilla, drafted, prompts, ids, config, plan, progress)) if plan.decode_rounds else [],
+        "passes": passes,
+        "end_to_end": end_to_end,
+        "predicted": _predicted(passes, end_to_end) if drafting else None,
         "drafter_bytes": (drafted or vanilla).drafter_bytes()["parameters"],
         "settings": settings | {"drafter": drafter if drafting else None, "slots": bed.num_slots, "plan": dataclasses.asdict(plan)},
     }
@@ -283,6 +287,18 @@ def _passes(bed: Bed, seconds: dict[Key, list[float]]) -> dict[str, Any]:
         "draft": [{"num_draft": key[1], **measured(key)} for key in seconds if key[0] == "draft"],
         "steps": [step(key) for key in seconds if key[0] == "step"],
     }
+
+
+def _predicted(passes: dict[str, Any], end_to_end: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Speed by num_draft from the times of passes and drafts and the acceptance of the longest drafts; None without decoded prompts."""
+    if not end_to_end:
+        return None
+    longest = max(end_to_end, key=lambda item: item["num_draft"])
+    verify = {item["width"]: item["ms"] for item in reversed(passes["verify"])}  # of two layouts, the one that the loop takes comes first
+    draft = {item["num_draft"]: item["ms"] for item in passes["draft"]}
+    found = adaptive.speedups(verify, draft, longest["accept_unconditional"])
+    best = adaptive.best_num_draft(verify, draft, longest["accept_unconditional"])
+    return {"speedups": {str(num_draft): round(value, 4) for num_draft, value in found.items()}, "best_num_draft": best}
 
 
 def _roofline(bed: Bed, head: LoadedHead | None, seconds: dict[Key, list[float]], accelerators: Sequence[roofline.Accelerator]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def test_draft_is_that_of_the_loop(bed):
 
 
 def test_document_has_every_part(document, head, backbone):
-    assert list(document) == ["roofline", "passes", "end_to_end", "drafter_bytes", "settings"]
+    assert list(document) == ["roofline", "passes", "end_to_end", "predicted", "drafter_bytes", "settings"]
     roof, passes = document["roofline"], document["passes"]
     assert list(passes) == ["one_token", "verify", "draft", "steps"]
     assert passes["one_token"]["ratio"] == 1.0
@@ -110,6 +110,10 @@ def test_document_has_every_part(document, head, backbone):
     assert all(device["steps"][0]["ratio"] > 1 and device["source"].startswith("https://") for device in roof["accelerators"])
 
     (whole,) = document["end_to_end"]
+    times = {item["width"]: item["ms"] for item in passes["verify"]}
+    expected = whole["tokens_per_step"] * times[1] / (times[3] + passes["draft"][0]["ms"])
+    assert document["predicted"]["speedups"] == pytest.approx({"0": 1.0, "2": expected}, rel=0.05)  # the last step of a text may be cut short
+    assert document["predicted"]["best_num_draft"] == (2 if document["predicted"]["speedups"]["2"] > 1 else 0)
     assert (whole["batch_size"], whole["num_draft"], whole["prompts"], whole["identical"]) == (2, 2, 3, 3)
     assert whole["tokens_per_step"] >= 1 and whole["speedup"] > 0 and whole["tokens_per_second"] > 0 and whole["differences"] == []
     assert document["drafter_bytes"] == generate.make_runtime(backbone, head).drafter_bytes()["parameters"] and whole["state_bytes"] == 0
@@ -122,6 +126,7 @@ def test_without_a_head_and_in_both_layouts(backbone):
     result = bench.bench(backbone, None, PROMPTS, plan)
     assert [(item["width"], item["layout"]) for item in result["passes"]["verify"]] == [(w, name) for w in (1, 2) for name in ("column_blocks", "plain")]
     assert result["passes"]["draft"] == [] and [item["num_draft"] for item in result["passes"]["steps"]] == [0]
+    assert result["predicted"] is None
     assert result["end_to_end"] == [] and result["settings"]["head"] is None and result["drafter_bytes"] == 0
     assert all(device["steps"] == [] for device in result["roofline"]["accelerators"])
 

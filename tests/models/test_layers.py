@@ -93,7 +93,7 @@ def test_attend_reads_the_right_key_head_and_no_hidden_slot():
     ],
 )
 def test_column_blocks_hold_the_same_kernel(shape, width, pieces):
-    """A small kernel stays whole, a larger one is cut, evenly where it can be; narrower blocks take over where wide ones do not fit, and none where none does."""
+    """A small kernel stays whole, a larger one is cut, evenly where it can be; narrower blocks take over where wide ones do not fit."""
     kernel = RNG.normal(size=shape).astype(np.float32)
     blocked = layers.block_kernel(jnp.asarray(kernel), width)
     assert (len(blocked) if isinstance(blocked, tuple) else 0) == pieces
