@@ -52,7 +52,23 @@ def speed() -> str:
     return table(["num_draft", "batch", "prompts", "tokens per step", "wall clock against vanilla"], rows)
 
 
-TABLES = {"acceptance": acceptance, "speed": speed}
+def passes() -> str:
+    """What one pass and one step cost, in one-token steps of the same process."""
+    found = load("bench.json")["passes"]
+    verify = {(item["width"], item["layout"]): item["ratio"] for item in found["verify"]}
+    draft = {item["num_draft"]: item["ratio"] for item in found["draft"]}
+    step = {item["num_draft"]: item["ratio"] for item in found["steps"] if item["drafter"] == "drafter"}
+    widths = [1, 2, 3, 4, 5]
+    rows = [
+        ["verify pass, column blocks", *(f"{verify[width, 'column_blocks']:.2f}" for width in widths)],
+        ["verify pass, plain layout", *(f"{verify[width, 'plain']:.2f}" for width in widths)],
+        ["drafting", "", *(f"{draft[width - 1]:.2f}" for width in widths[1:])],
+        ["whole step", "1.00", *(f"{step[width - 1]:.2f}" for width in widths[1:])],
+    ]
+    return table(["tokens in the pass", *map(str, widths)], rows)
+
+
+TABLES = {"acceptance": acceptance, "speed": speed, "passes": passes}
 
 
 def main() -> int:
