@@ -172,7 +172,7 @@ def test_bench(files, ends_well, tmp_path):
     out, plan = tmp_path / "new" / "bench.json", ["--num-draft", "1", "--context", "10", "--passes", "2", "--rounds", "1", "--decode-rounds", "0"]
     flags = ["--prompts", files / "prompts.jsonl", "--limit", "1", *_model(files), "--max-new-tokens", "12", *plan, "--bandwidth", "100", "--tflops", "5"]
     result = ends_well("bench", *flags, "--out", out)
-    assert json.loads(out.read_text()) == result and list(result) == ["roofline", "passes", "end_to_end", "drafter_bytes", "settings"]
+    assert json.loads(out.read_text()) == result and list(result) == ["roofline", "passes", "end_to_end", "predicted", "drafter_bytes", "settings"]
     assert result["passes"]["one_token"]["ratio"] == 1.0 and [item["width"] for item in result["passes"]["verify"]] == [1, 2]
     (device,) = result["roofline"]["accelerators"]
     assert (device["name"], device["gb_per_second"], device["tflop_per_second"]) == ("given", 100, 5)
