@@ -1,7 +1,6 @@
 """The backbone against numpy, and its cached forward against its uncached one."""
 
 import dataclasses
-
 from functools import partial
 
 import fakes
