@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import fakes
+import jax
 import numpy as np
 import pytest
 
 from mtp_jax import config as config_lib
 from mtp_jax.decoding import generate
 from mtp_jax.training import data, fit
+
+# Folders whose programs run once or twice and are compared within tolerances: compiling them quickly matters more than their speed.
+QUICKLY_COMPILED = ("checkpoints", "training")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compilation(request):
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", request.path.parent.name in QUICKLY_COMPILED)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")
