@@ -68,7 +68,16 @@ def passes() -> str:
     return table(["tokens in the pass", *map(str, widths)], rows)
 
 
-TABLES = {"acceptance": acceptance, "speed": speed, "passes": passes}
+def transformers() -> str:
+    result = load("transformers.json")
+    rows = [
+        [name, f"{values['tokens_per_second']:.1f}", f"{values['speedup']:.2f}x", f"{values['identical']} / {result['settings']['count']}"]
+        for name, values in result["methods"].items()
+    ]
+    return table(["method", "tokens/s", f"against {result['settings']['speedup_against']}", "identical to our vanilla"], rows)
+
+
+TABLES = {"acceptance": acceptance, "speed": speed, "passes": passes, "transformers": transformers}
 
 
 def main() -> int:
