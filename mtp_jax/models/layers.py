@@ -30,8 +30,9 @@ def _wide_vectors() -> bool:
     return any(name.startswith(("AVX512", "X86_V4")) for name in (*simd.get("baseline", ()), *simd.get("found", ())))
 
 
-# Columns of a block that the processor multiplies fastest, and rows beyond which the plain layout is faster (experiments/LOG.md).
-COLUMN_BLOCK, COLUMN_BLOCK_ROWS = (64, 64) if _wide_vectors() else (16, 16)
+# Columns of a block that the processor multiplies fastest, and rows up to which the loop uses blocks: beyond them the plain layout
+# is faster, or narrow blocks get other last bits (experiments/LOG.md).
+COLUMN_BLOCK, COLUMN_BLOCK_ROWS = (64, 48) if _wide_vectors() else (16, 16)
 NARROWEST_BLOCK = 16  # float32 values in one 64-byte cache line
 PIECE_COLUMNS = 3072  # widest product whose broadcast input still fits the outer cache
 MIN_PIECES = 10  # XLA's CPU runtime gives work to a second core only when more than eight operations are ready
