@@ -16,12 +16,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 LayerType = Literal["full", "sliding"]
 DrafterName = Literal["mtp", "prompt_lookup", "hybrid"]
 AcceptRule = Literal["match", "rejection"]
 Activation = Literal["silu", "gelu_tanh"]
+LossName = Literal["hard_ce", "soft_ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "hidden"]
+AfterMiss = Literal["keep", "drop", "weigh"]
+Normalise = Literal["tokens", "sequences"]
 
 
 class ConfigError(ValueError):
@@ -371,6 +374,8 @@ class DecodeConfig:
     # Slots of layers with a window: as many as the text has tokens, or a ring of little more than the window (models/cache.py).
     window_cache: Literal["full", "ring"] = "full"
     min_confidence: float = 0.0  # propose no more once the product of the drafts' probabilities is below; 0 is always num_draft
+    # Steps whose proposals are no longer than one of these (ascending, below num_draft) have a verify pass of that many drafts.
+    short_drafts: tuple[int, ...] = ()
     keep_logits: bool = False  # keep the logits that every new token was chosen from (memory: 4 bytes x vocabulary x slots a row)
 
     def __post_init__(self) -> None:
@@ -389,6 +394,10 @@ class DecodeConfig:
         _require(self.top_k >= 0, "top_k", self.top_k, "must not be negative; 0 is no limit")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
         _require(0 <= self.min_confidence <= 1, "min_confidence", self.min_confidence, "must be in [0, 1]; 0 always drafts num_draft tokens")
+        object.__setattr__(self, "short_drafts", tuple(self.short_drafts))
+        bounds = (-1, *self.short_drafts, self.num_draft)
+        ascending = all(one < other for one, other in zip(bounds, bounds[1:], strict=False))
+        _require(not self.short_drafts or ascending, "short_drafts", self.short_drafts, f"must be ascending numbers from 0 to num_draft - 1 = {self.num_draft - 1}")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]; 0 is no limit")
         _require(self.window_cache in ("full", "ring"), "window_cache", self.window_cache, "must be 'full' or 'ring'")
         _require(self.accept in get_args(AcceptRule), "accept", self.accept, f"must be one of {', '.join(get_args(AcceptRule))}")
@@ -408,8 +417,12 @@ class TrainConfig:
     max_length: int = 320  # tokens per sequence; longer ones are cut at the end
     num_draft: int = 4  # M: draft steps unrolled, as deployed
     step_decay: float = 0.8  # weight of draft step k is step_decay ** (k - 1), normalised
+    loss: tuple[str, ...] = ("soft_ce",)  # NAME or NAME:WEIGHT each, added up: hard_ce soft_ce kl reverse_kl tv lk lk_hybrid hidden (training/objectives.py)
+    after_miss: AfterMiss = "keep"  # rows behind a draft that misses the text: keep, drop, or weigh by the probability to get there (training/loss.py)
+    normalise: Normalise = "tokens"  # the mean is over all rows of a batch, or over each sequence's rows first and then over sequences
     rows: Literal["all", "answer"] = "all"  # which rows carry loss; soft labels exist on prompts too
     rows_per_sequence: int = 64  # rows drawn from each sequence and step; 0 takes all
+    rows_per_chunk: int = 0  # rows of each sequence whose draft logits are in memory at a time (slower, same result); 0 is all of them
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon needs a higher learning rate (5e-3) and fewer steps
     learning_rate: float = 1e-3  # the highest, after warm-up
     warmup_fraction: float = 0.04  # share of the steps over which the learning rate rises from 0
@@ -425,12 +438,35 @@ class TrainConfig:
         _require(0 < self.step_decay <= 1, "step_decay", self.step_decay, "must be in (0, 1]")
         _require(self.rows in ("all", "answer"), "rows", self.rows, "must be 'all' or 'answer'")
         _require(self.rows_per_sequence >= 0, "rows_per_sequence", self.rows_per_sequence, "must not be negative; 0 takes all rows")
+        _require(self.rows_per_chunk >= 0, "rows_per_chunk", self.rows_per_chunk, "must not be negative; 0 is all rows at once")
+        _require(isinstance(self.loss, (tuple, list)), "loss", self.loss, "must be a sequence of terms, as ('soft_ce',)")
+        object.__setattr__(self, "loss", tuple(self.loss))
+        loss_terms(self.loss)
+        for name, kind in (("after_miss", AfterMiss), ("normalise", Normalise)):
+            _require(getattr(self, name) in get_args(kind), name, getattr(self, name), f"must be one of {', '.join(get_args(kind))}")
         _require(self.optimizer in ("adamw", "muon"), "optimizer", self.optimizer, "must be 'adamw' or 'muon'")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
         _require(0 <= self.warmup_fraction < 1, "warmup_fraction", self.warmup_fraction, "must be in [0, 1)")
         _require(0 <= self.final_fraction <= 1, "final_fraction", self.final_fraction, "must be in [0, 1]")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")
         _require(self.clip_norm > 0, "clip_norm", self.clip_norm, "must be positive")
+
+
+def loss_terms(loss: tuple[str, ...]) -> tuple[tuple[LossName, float], ...]:
+    """Names and weights of TrainConfig.loss: ("tv:0.9", "soft_ce") is (("tv", 0.9), ("soft_ce", 1.0))."""
+    terms: list[tuple[LossName, float]] = []
+    for term in loss:
+        name, colon, number = str(term).partition(":")
+        _require(name in get_args(LossName), "loss", term, f"must be NAME or NAME:WEIGHT with NAME one of {', '.join(get_args(LossName))}")
+        try:
+            weight = float(number) if colon else 1.0
+        except ValueError:
+            weight = math.nan
+        _require(0 < weight < math.inf, "loss", term, "its weight must be a positive number")
+        _require(name not in dict(terms), "loss", loss, f"must name {name} once")
+        terms.append((cast(LossName, name), weight))
+    _require(bool(terms), "loss", loss, "must have at least one term")
+    return tuple(terms)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -465,5 +501,6 @@ __all__ = [
     "assistant_head_config_for",
     "from_dict",
     "head_config_for",
+    "loss_terms",
     "to_dict",
 ]

@@ -367,6 +367,8 @@ def make_job(
     if config.stop_strings and tokenizer is not None:
         table = stops.table_for(tokenizer, runtime.step_module.config.vocab_size, config.stop_strings)
     request = loop.Request(limits=jnp.asarray(starts + budget), keys=keys, stops=table)
+    if isinstance(runtime.drafter, fixed_width.FixedWidth):  # it proposes nothing, and is there for its width
+        config = dataclasses.replace(config, short_drafts=())
     return Job(runtime, loop.rules_of(config, num_draft), padded, lengths, starts, request, num_slots, window_slots)
 
 

@@ -14,6 +14,7 @@ lengths 7, pending z, next hidden is row 1 of the verify pass; slot 7 (b) and 8 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,8 @@ WITHOUT_END = np.int32(2**31 - 1)
 
 def rules_of(config: config_lib.DecodeConfig, num_draft: int) -> Rules:
     """The part of a config that programs are compiled for. What differs from call to call (budget, seed, stop strings) is data, in `Request`, or shape."""
-    return dataclasses.replace(config, num_draft=num_draft, max_new_tokens=1, seed=0, stop_strings=(), window_cache="full")
+    shorter = tuple(drafts for drafts in config.short_drafts if drafts < num_draft)
+    return dataclasses.replace(config, num_draft=num_draft, short_drafts=shorter, max_new_tokens=1, seed=0, stop_strings=(), window_cache="full")
 
 
 class Request(struct.PyTreeNode):
@@ -222,9 +224,29 @@ def step(
     *,
     config: Rules,
 ) -> DecodeState:
-    """One propose, verify, commit round. Rows that are done keep all of their state."""
+    """One propose, verify, commit round. Rows that are done keep all of their state.
+
+    With `config.short_drafts`, the verify pass is no wider than the longest proposal needs.
+    """
     proposal, drafter_state = propose(drafter, backbone_params, drafter_params, state, request, config=config)
-    return finish_step(backbone, drafter, backbone_params, state.replace(drafter_state=drafter_state), proposal, request, config=config)
+    state = state.replace(drafter_state=drafter_state)
+    longest = jnp.where(state.done, 0, (proposal.tokens >= 0).sum(axis=1)).max()
+    previous = -1
+    for width in (*config.short_drafts, config.num_draft):
+        short = jax.tree.map(lambda leaf, width=width: leaf[:, :width], proposal)
+        finish = partial(finish_step, backbone, drafter, backbone_params, proposal=short, request=request, config=config)
+        state = _once_if((longest > previous) & (longest <= width), finish, state) if config.short_drafts else finish(state)
+        previous = width
+    return state
+
+
+def _once_if(condition: Bool[Array, ""], update: Callable[[DecodeState], DecodeState], state: DecodeState) -> DecodeState:
+    """update(state), or state. A loop that runs once or not at all updates the caches in place; XLA's CPU backend copies them all for lax.cond."""
+
+    def run(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        return jnp.zeros((), bool), update(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], run, (condition, state))[1]
 
 
 @partial(jax.jit, static_argnames=("drafter", "config"))
@@ -292,7 +314,7 @@ def verify_and_commit(
         matched=jnp.where(state.done[:, None], state.matched, of_last(matched)),
         steps=state.steps + jnp.where(state.done, 0, 1),
         drafted=state.drafted + jnp.where(state.done, 0, (drafts >= 0).sum(axis=1)),
-        accepted=state.accepted + (jnp.arange(num_draft) < kept[:, None]),
+        accepted=state.accepted + (jnp.arange(config.num_draft) < kept[:, None]),
     )
     if state.logits is not None:
         new = new.replace(logits=jax.vmap(lambda row, update, at: lax.dynamic_update_slice(row, update, (at, 0)))(state.logits, output.logits, lengths + 1))

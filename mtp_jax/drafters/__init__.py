@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -34,6 +35,16 @@ class Proposal(struct.PyTreeNode):
 
     tokens: Int[Array, "B M"]  # -1 is no proposal: nothing equals it, so it and what follows it are never kept
     probs: Float[Array, "B M V"] | None = None  # float32: the very distribution each token was drawn from; None for tokens that were not drawn
+
+
+def pad(proposal: Proposal, num_draft: int) -> Proposal:
+    """The proposal with -1 (no proposal) for the tokens that it lacks to num_draft."""
+    short = num_draft - proposal.tokens.shape[1]
+    probs = proposal.probs
+    return Proposal(
+        tokens=jnp.pad(proposal.tokens, ((0, 0), (0, short)), constant_values=-1),
+        probs=None if probs is None else jnp.pad(probs, ((0, 0), (0, short), (0, 0))),
+    )
 
 
 class Drafter(Protocol):

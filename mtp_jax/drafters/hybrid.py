@@ -7,6 +7,7 @@ the head draws its drafts, the distribution of a copied one is all on that token
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -25,6 +26,7 @@ class Hybrid:
 
     head: mtp.MTPDrafter
     min_match: int = 3  # tokens that must have occurred before in this order for the lookup to be preferred
+    head_draft: int = 4  # tokens the head drafts at most: a copy goes on being right for longer
 
     def init(self, context: drafters.Context) -> tuple[()]:
         return ()
@@ -36,7 +38,9 @@ class Hybrid:
         lookup = drafters.Proposal(tokens=copied, probs=certain)
 
         def mixed() -> drafters.Proposal:
-            drafted, _ = self.head.draft(params, state, context, rules)
+            fewer = dataclasses.replace(rules, num_draft=min(self.head_draft, rules.num_draft), short_drafts=())
+            drafted, _ = self.head.draft(params, state, context, fewer)
+            drafted = drafters.pad(drafted, rules.num_draft)
             return jax.tree.map(lambda one, other: jnp.where(use.reshape(-1, *[1] * (one.ndim - 1)), one, other), lookup, drafted)
 
         return lax.cond(use.all(), lambda: lookup, mixed), state

@@ -79,11 +79,11 @@ def full_size_writes(program, size):
     return found
 
 
-def rules(num_draft):
-    return config_lib.DecodeConfig(max_new_tokens=1, num_draft=num_draft)
+def rules(num_draft, short_drafts=()):
+    return config_lib.DecodeConfig(max_new_tokens=1, num_draft=num_draft, short_drafts=short_drafts)
 
 
-def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None):
+def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None, short_drafts=()):
     lengths = jnp.full((batch,), 5)
     request = loop.Request(limits=jnp.full((batch,), 50), keys=sampling.row_keys(0, list(range(batch))))
     prompts = jnp.zeros((batch, 8), jnp.int32)
@@ -101,14 +101,15 @@ def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None):
         )
     )
     params = None if drafter is None or isinstance(drafter, prompt_lookup.PromptLookup) else runtime.drafter_params
-    return loop.decode.lower(runtime.step_module, drafter, runtime.step_params, params, state, request, config=rules(num_draft)).compile().as_text()
+    config = rules(num_draft, short_drafts)
+    return loop.decode.lower(runtime.step_module, drafter, runtime.step_params, params, state, request, config=config).compile().as_text()
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["vanilla", "head", "prompt lookup", "hybrid"])
+@pytest.mark.parametrize("kind", ["vanilla", "head", "prompt lookup", "hybrid", "hybrid, passes of three widths"])
 def test_no_decode_step_copies_a_layers_cache(runtime, kind, batch):
-    drafter = {"vanilla": None, "head": runtime.drafter, "prompt lookup": prompt_lookup.PromptLookup(), "hybrid": hybrid.Hybrid(runtime.drafter)}[kind]
-    program = compiled_decode(runtime, drafter, batch, 0 if drafter is None else 3)
+    drafter = {"vanilla": None, "head": runtime.drafter, "prompt lookup": prompt_lookup.PromptLookup()}.get(kind, hybrid.Hybrid(runtime.drafter))
+    program = compiled_decode(runtime, drafter, batch, 0 if drafter is None else 3, short_drafts=(0, 1) if "widths" in kind else ())
     size = int(np.prod(SHAPE[batch]))
     assert full_size_writes(program, size) == []
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", program)

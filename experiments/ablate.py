@@ -1,0 +1,180 @@
+"""One change at a time to the head and its training, on one budget, judged by acceptance as decoded.
+
+    python experiments/ablate.py --rollouts train.jsonl --test test.jsonl --work /tmp/ablate --out experiments/results/ablations.json
+    python experiments/ablate.py ... --only base lr_2e-3 pointer_off --seeds 2
+
+Every variant trains afresh for the same number of steps on the same features of the same rollouts, and is then walked over the
+test rollouts (greedy answers of the backbone to held-out prompts), which gives the tokens per step that the decoder would
+reach. Variants that are in the result file already are not run again, so a run that was stopped goes on. `--table` prints the
+result as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import mtp_jax
+from mtp_jax import config as config_lib
+from mtp_jax import files
+from mtp_jax.checkpoints import load
+from mtp_jax.commands import shared
+from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import head as head_lib
+from mtp_jax.training import data, features, fit, walk
+
+KEY_LAYERS, VALUE_LAYERS = (6, 12, 20, 28, 29), (20, 28, 29)
+BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096}
+BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 32, "max_length": 224}
+
+# name -> (what changes in the head, what changes in the training, share of the training sequences)
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "base": ({}, {}, 1.0),
+    "pointer: off": ({"pointer": False, "pointer_donors": ()}, {}, 1.0),
+    "pointer: last layer's keys only": ({"pointer_donors": (29,)}, {}, 1.0),
+    "pointer: two": ({"pointer_heads": 2}, {}, 1.0),
+    "donors: last two": ({"donors": (28, 29)}, {}, 1.0),
+    "donors: layer 20": ({"donors": (20,)}, {}, 1.0),
+    "MLP: half as wide": ({"mlp_width": 768}, {}, 1.0),
+    "head: half as wide": ({"width": 288, "num_heads": 9, "mlp_width": 768}, {}, 1.0),
+    "query position: last": ({"query_position": "last"}, {}, 1.0),
+    "draft vocabulary: 8192": ({"draft_vocab_size": 8192}, {}, 1.0),
+    "draft vocabulary: 2048": ({"draft_vocab_size": 2048}, {}, 1.0),
+    "optimizer: AdamW 1e-3": ({}, {"optimizer": "adamw", "learning_rate": 1e-3}, 1.0),
+    "learning rate: 1e-2": ({}, {"learning_rate": 1e-2}, 1.0),
+    "learning rate: 2.5e-3": ({}, {"learning_rate": 2.5e-3}, 1.0),
+    "rows: answers only": ({}, {"rows": "answer"}, 1.0),
+    "step decay: 1.0": ({}, {"step_decay": 1.0}, 1.0),
+    "step decay: 0.6": ({}, {"step_decay": 0.6}, 1.0),
+    "trained on 2 drafts": ({}, {"num_draft": 2}, 1.0),
+    "loss: hard cross-entropy": ({}, {"loss": ("hard_ce",)}, 1.0),
+    "loss: total variation": ({}, {"loss": ("tv",)}, 1.0),
+    "loss: LK hybrid": ({}, {"loss": ("lk_hybrid",)}, 1.0),
+    "loss: 0.9 smooth-L1 of hidden states": ({}, {"loss": ("hidden:0.9", "soft_ce:0.1")}, 1.0),
+    "after a miss: drop": ({}, {"after_miss": "drop"}, 1.0),
+    "after a miss: weigh": ({}, {"after_miss": "weigh"}, 1.0),
+    "normalise: by sequence": ({}, {"normalise": "sequences"}, 1.0),
+    "data: 1/2": ({}, {}, 0.5),
+    "data: 1/4": ({}, {}, 0.25),
+    "data: 1/8": ({}, {}, 0.125),
+}
+
+
+def run(
+    name: str, seed: int, args: argparse.Namespace, backbone: load.LoadedBackbone, store: features.FeatureStore, train: list[Any], test: list[Any]
+) -> dict[str, Any]:
+    """Train one variant and walk it over the test rollouts."""
+    head_changes, train_changes, share = VARIANTS[name]
+    head_config = config_lib.head_config_for(backbone.config, **(BASE_HEAD | head_changes))
+    config = config_lib.TrainConfig(**(BASE_TRAIN | train_changes), steps=args.steps, seed=seed, checkpoint_every=args.steps)
+    chosen = np.random.default_rng(0).permutation(len(train))[: max(round(share * len(train)), config.batch_size)]  # the same for every seed
+    examples, part = [train[i] for i in chosen], _subset(store, chosen)
+    folder = args.work / "runs" / f"{''.join(c if c.isalnum() else '_' for c in name)}_{seed}"
+    began = time.perf_counter()
+    with shared.progress(f"{name}, seed {seed}") as show:
+        trained = fit.fit(
+            backbone,
+            examples,
+            head_config,
+            config,
+            folder,
+            resume=(folder / "run.json").exists(),
+            features=part,
+            report=lambda step, values: show(step, config.steps, f"loss {values['loss']:.3f}"),
+        )
+    seconds = time.perf_counter() - began
+    module, frozen = head_lib.Head(head_config, backbone.config), fit.make_frozen(backbone, trained.draft_ids)
+    deployed = dataclasses.replace(config, num_draft=4, batch_size=8)
+    tasks = sorted({example.task for example in test})
+    measured = {task: walk.measure(module, trained.params, frozen, backbone, [e for e in test if e.task == task], deployed) for task in tasks}
+    steps, tokens = sum(m.steps for m in measured.values()), sum(m.tokens for m in measured.values())
+    accepted = np.sum([m.accepted for m in measured.values()], axis=0).astype(int).tolist()
+    return {
+        "seconds": round(seconds, 1),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
+        **walk.Acceptance(steps, tokens, accepted).as_dict(),
+        "tasks": {task: round(m.tokens_per_step, 4) for task, m in measured.items()},
+    }
+
+
+def _subset(store: features.FeatureStore, chosen: np.ndarray) -> features.FeatureStore:
+    """The store as if it had been made of these sequences: each keeps its place in the arrays."""
+    return dataclasses.replace(store, starts=store.starts[chosen])
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One line a variant: tokens per step of every seed, and the difference of the means to the base."""
+    found = result["variants"]
+    base = np.mean([run["tokens_per_step"] for run in found["base"].values()]) if "base" in found else np.nan
+    lines = ["| variant | tokens per step, by seed | against base | parameters |", "|---|---|---|---|"]
+    for name, seeds in found.items():
+        values = [run["tokens_per_step"] for run in seeds.values()]
+        millions = next(iter(seeds.values()))["parameters"] / 1e6
+        lines.append(f"| {name} | {' '.join(f'{value:.3f}' for value in values)} | {np.mean(values) - base:+.3f} | {millions:.2f} M |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=Path, nargs="+", required=True)
+    parser.add_argument("--test", type=Path, nargs="+", required=True)
+    parser.add_argument("--work", type=Path, required=True, help="folder for features and runs; kept, so that a stopped run goes on")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sequences", type=int, default=2000, help="training rollouts, the same for all variants")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[], metavar="VARIANT", help="default: all")
+    parser.add_argument("--table", action="store_true", help="print the result file as Markdown and do nothing else")
+    args = parser.parse_args()
+    if args.table:
+        print(markdown(json.loads(args.out.read_text())))
+        return 0
+    unknown = [name for name in args.only if name not in VARIANTS]
+    if unknown:
+        parser.error(f"--only {unknown[0]!r}: must be one of {', '.join(map(repr, VARIANTS))}")
+    backbone = shared.load_backbone("smollm2-135m-instruct")
+    limit = BASE_TRAIN["max_length"]
+    train = [e for e in data.read_rollouts(args.rollouts, vocab_size=backbone.config.vocab_size) if len(e.tokens) <= limit]
+    chosen = np.sort(np.random.default_rng(0).permutation(len(train))[: args.sequences])
+    train = [train[i] for i in chosen]
+    test = [e for e in data.read_rollouts(args.test, vocab_size=backbone.config.vocab_size) if len(e.tokens) <= limit]
+    folder = args.work / "features"
+    wanted: dict[str, Any] = {"backbone_fingerprint": backbone.fingerprint, "key_layers": KEY_LAYERS, "value_layers": VALUE_LAYERS, "max_length": limit}
+    if not (folder / "manifest.json").exists():
+        with shared.progress("features") as show:
+            features.build(folder, backbone_lib.Backbone(backbone.config), backbone.params, train, **wanted, progress=lambda done, total: show(done, total, ""))
+    store = features.open_store(folder, train, **wanted)
+    settings = {
+        "backbone": backbone.name,
+        "head": BASE_HEAD,
+        "train": BASE_TRAIN | {"steps": args.steps},
+        "train_data": {"sequences": len(train), "tokens": sum(len(e.tokens) for e in train), "fingerprint": data.fingerprint(train)},
+        "test_data": {"sequences": len(test), "fingerprint": data.fingerprint(test)},
+        "versions": {"mtp_jax": mtp_jax.__version__, "jax": jax.__version__},
+    }
+    settings = json.loads(json.dumps(settings))
+    result = json.loads(args.out.read_text()) if args.out.exists() else {"settings": settings, "variants": {}}
+    if result["settings"] != settings:
+        print(f"{args.out}: was made with other settings; choose another --out", file=sys.stderr)
+        return 1
+    for seed in range(args.seeds):
+        for name in args.only or VARIANTS:
+            runs = result["variants"].setdefault(name, {})
+            if str(seed) not in runs:
+                runs[str(seed)] = run(name, seed, args, backbone, store, train, test)
+                files.write_json(args.out, result)
+                shared.say(f"{name}, seed {seed}: {runs[str(seed)]['tokens_per_step']:.3f} tokens per step")
+    print(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
