@@ -19,12 +19,13 @@ import tyro
 from mtp_jax import config as config_lib
 from mtp_jax import demo
 from mtp_jax.checkpoints import errors
-from mtp_jax.commands import bench, evaluate, export, generate, rollout, shared, train, verify_exact
+from mtp_jax.commands import bench, evaluate, export, generate, plan, rollout, shared, train, verify_exact
 
 Command = (
     Annotated[demo.Demo, tyro.conf.subcommand("demo")]
     | Annotated[rollout.Rollout, tyro.conf.subcommand("rollout")]
     | Annotated[train.Train, tyro.conf.subcommand("train")]
+    | Annotated[plan.Plan, tyro.conf.subcommand("plan")]
     | Annotated[generate.Generate, tyro.conf.subcommand("generate")]
     | Annotated[evaluate.Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[verify_exact.VerifyExact, tyro.conf.subcommand("verify-exact")]
@@ -32,8 +33,8 @@ Command = (
     | Annotated[export.Export, tyro.conf.subcommand("export")]
 )
 DESCRIPTION = """Faster text from a frozen language model: a light head drafts a few tokens, the model checks them in one pass and keeps those it would
-have written itself. See it with `mtp-jax demo`; make your own head with `rollout`, then `train`; use it with `generate`; measure it with `evaluate`,
-put its exactness to the test with `verify-exact`, its speed, part by part, with `bench`; hand it on with `export`."""
+have written itself. See it with `mtp-jax demo`; make your own head with `rollout`, then `train` (what fits, `plan` tells); use it with `generate`;
+measure it with `evaluate`, put its exactness to the test with `verify-exact`, its speed, part by part, with `bench`; hand it on with `export`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,6 +20,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 LayerType = Literal["full", "sliding"]
 DrafterName = Literal["mtp", "prompt_lookup", "hybrid"]
+# num_draft and short_drafts that suit each: a head is right about four times in a row at best, a copy for as long as it goes on.
+DRAFT_LENGTHS: dict[DrafterName, tuple[int, tuple[int, ...]]] = {"mtp": (4, ()), "prompt_lookup": (10, (0,)), "hybrid": (10, (4,))}
 AcceptRule = Literal["match", "rejection"]
 Activation = Literal["silu", "gelu_tanh"]
 LossName = Literal["hard_ce", "soft_ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "hidden"]
@@ -397,7 +399,9 @@ class DecodeConfig:
         object.__setattr__(self, "short_drafts", tuple(self.short_drafts))
         bounds = (-1, *self.short_drafts, self.num_draft)
         ascending = all(one < other for one, other in zip(bounds, bounds[1:], strict=False))
-        _require(not self.short_drafts or ascending, "short_drafts", self.short_drafts, f"must be ascending numbers from 0 to num_draft - 1 = {self.num_draft - 1}")
+        _require(
+            not self.short_drafts or ascending, "short_drafts", self.short_drafts, f"must be ascending numbers from 0 to num_draft - 1 = {self.num_draft - 1}"
+        )
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]; 0 is no limit")
         _require(self.window_cache in ("full", "ring"), "window_cache", self.window_cache, "must be 'full' or 'ring'")
         _require(self.accept in get_args(AcceptRule), "accept", self.accept, f"must be one of {', '.join(get_args(AcceptRule))}")
@@ -423,6 +427,9 @@ class TrainConfig:
     rows: Literal["all", "answer"] = "all"  # which rows carry loss; soft labels exist on prompts too
     rows_per_sequence: int = 64  # rows drawn from each sequence and step; 0 takes all
     rows_per_chunk: int = 0  # rows of each sequence whose draft logits are in memory at a time (slower, same result); 0 is all of them
+    remat: bool = False  # compute draft steps again in the backward pass instead of keeping their arrays (slower, same result)
+    accumulate: int = 1  # parts of a batch that are worked on one after the other (slower, same result)
+    mesh: tuple[int, int, int] = (1, 1, 1)  # devices along data, fsdp and tensor (training/sharding.py)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon needs a higher learning rate (5e-3) and fewer steps
     learning_rate: float = 1e-3  # the highest, after warm-up
     warmup_fraction: float = 0.04  # share of the steps over which the learning rate rises from 0
@@ -433,7 +440,13 @@ class TrainConfig:
     checkpoint_every: int = 200  # steps between checkpoints
 
     def __post_init__(self) -> None:
-        _require_positive(self, "steps", "batch_size", "max_length", "num_draft", "checkpoint_every")
+        _require_positive(self, "steps", "batch_size", "max_length", "num_draft", "accumulate", "checkpoint_every")
+        object.__setattr__(self, "mesh", tuple(self.mesh))
+        sizes = len(self.mesh) == 3 and all(isinstance(size, int) and size >= 1 for size in self.mesh)
+        _require(sizes, "mesh", self.mesh, "must be three integers of at least 1: devices along data, fsdp and tensor")
+        parts = self.accumulate * self.mesh[0] * self.mesh[1]
+        rule = f"must be a multiple of accumulate * data * fsdp = {self.accumulate} * {self.mesh[0]} * {self.mesh[1]} = {parts}"
+        _require(self.batch_size % parts == 0, "batch_size", self.batch_size, rule)
         _require(self.max_length >= self.num_draft + 3, "max_length", self.max_length, f"must be at least num_draft + 3 = {self.num_draft + 3}")
         _require(0 < self.step_decay <= 1, "step_decay", self.step_decay, "must be in (0, 1]")
         _require(self.rows in ("all", "answer"), "rows", self.rows, "must be 'all' or 'answer'")
@@ -493,6 +506,7 @@ def from_dict(kind: type, values: dict[str, Any], *, where: str) -> Any:
 __all__ = [
     "BackboneConfig",
     "ConfigError",
+    "DRAFT_LENGTHS",
     "DecodeConfig",
     "HeadConfig",
     "Rope",

@@ -41,8 +41,8 @@ class ChatTemplate:
         self._names = dict(names)
         self._where = where
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Text of a conversation, ending where the assistant's answer begins.
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = True) -> str:
+        """Text of a conversation, ending where the assistant's answer begins, or with its last message when `answer_next` is False.
 
         Raises:
           CheckpointError: a message lacks "role" or "content", or the template refuses the messages.
@@ -52,7 +52,7 @@ class ChatTemplate:
                 if not isinstance(message.get(key), str):
                     raise errors.CheckpointError(f"message {dict(message)!r}: field {key!r} must be a string")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
+            return self._template.render(messages=messages, add_generation_prompt=answer_next, **self._names)
         except Exception as error:  # a template may fail in any way that its expressions can
             raise errors.CheckpointError(f"{self._where}: the chat template refuses these messages: {error}") from error
 

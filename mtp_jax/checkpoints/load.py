@@ -60,6 +60,12 @@ def load_backbone(name_or_path: str | Path, *, dtype: str = "float32", sharding:
     return LoadedBackbone(name, config, params, tokenizer, fingerprint(wide, sample))
 
 
+def read_config(name_or_path: str | Path, *, dtype: str = "float32") -> config_lib.BackboneConfig:
+    """The shape of what `load_backbone` would load, without its weights; raises as that does."""
+    _, path = _locate(name_or_path)
+    return hf.read_config(path, dtype) if path.is_dir() else gguf.read_config(gguf.GGUFFile(path), dtype)
+
+
 def fingerprint(config: config_lib.BackboneConfig, params: dict[str, Any]) -> str:
     """16 hex digits that tell backbones apart: SHA-256 of the config (without dtype) and of a few weights.
 
@@ -104,4 +110,4 @@ def _check_vocabulary(tokenizer: Tokenizer, config: config_lib.BackboneConfig, p
         )
 
 
-__all__ = ["LoadedBackbone", "LoadedHead", "fingerprint", "load_backbone", "load_head", "save_head"]
+__all__ = ["LoadedBackbone", "LoadedHead", "fingerprint", "load_backbone", "load_head", "read_config", "save_head"]

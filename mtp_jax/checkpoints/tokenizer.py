@@ -142,11 +142,12 @@ class Tokenizer:
         """Whether decode leaves out a space at the beginning of a text."""
         return token_bytes.drops_first_space(self._tokens)
 
-    def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def apply_chat(self, messages: list[dict[str, str]], *, answer_next: bool = True) -> list[int]:
         """Token ids of a conversation up to where the assistant answers, in the model's own chat template.
 
         Args:
           messages: dicts with "role" ("system", "user" or "assistant") and "content". A template may add a default system message.
+          answer_next: False ends with the last message instead, as a later turn of the conversation would have it before itself.
 
         Raises:
           CheckpointError: the model has no template, or its template refuses these messages.
@@ -158,7 +159,7 @@ class Tokenizer:
             for key, value in message.items():
                 if isinstance(value, str):
                     _check_text(value, f"message {number}: {key!r}")
-        text = self._chat.render(messages)
+        text = self._chat.render(messages, answer_next=answer_next)
         _check_text(text, f"{self._where}: the chat template's text")
         return self._tokens.encode(text, add_special_tokens=False).ids  # the template writes them itself
 

@@ -26,8 +26,6 @@ class Evaluate(shared.SampledDraftFlags):
     """Take only so many prompts of each file. Default: all."""
     max_new_tokens: int = 96
     """Longest answer, in tokens."""
-    num_draft: int = 4
-    """Tokens the head drafts per step."""
     batch_size: int = 1
     """Prompts of one task decoded together."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -38,7 +36,7 @@ class Evaluate(shared.SampledDraftFlags):
         shared.check_positive(batch_size=self.batch_size, limit=1 if self.limit is None else self.limit)
         if not self.prompts:
             raise shared.UsageError("--prompts: give at least one file")
-        config = self.decode_config(max_new_tokens=self.max_new_tokens, num_draft=self.num_draft, accept=self.accept, min_confidence=self.min_confidence)
+        config = self.decode_config(max_new_tokens=self.max_new_tokens, accept=self.accept, min_confidence=self.min_confidence, **self.draft_lengths())
         prompts = prompts_lib.read(self.prompts, limit=self.limit)
         backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
         from mtp_jax.evaluation import acceptance

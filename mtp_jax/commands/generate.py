@@ -30,8 +30,6 @@ class Generate(shared.SampledDraftFlags):
     """Read prompts from JSON-lines files instead: one object a line, with a text "prompt"."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
-    num_draft: int = 3
-    """Tokens the head drafts per step. More is not always faster: each one makes the verify pass a little slower."""
     stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STRING ...")] = ()
     """End an answer just before the first of these strings."""
 
@@ -39,7 +37,7 @@ class Generate(shared.SampledDraftFlags):
         """Returns the JSON document; prints the texts unless --json."""
         texts = self._texts()
         config = self.decode_config(
-            max_new_tokens=self.max_new_tokens, num_draft=self.num_draft, accept=self.accept, min_confidence=self.min_confidence, stop_strings=self.stop
+            max_new_tokens=self.max_new_tokens, accept=self.accept, min_confidence=self.min_confidence, stop_strings=self.stop, **self.draft_lengths()
         )
         backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
         shared.say("compiling, then decoding ...")

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -64,6 +64,33 @@ class DraftFlags(HeadFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftLengthFlags(DraftFlags):
+    """Flags of every command that decodes with one drafter, the hybrid unless another is named."""
+
+    drafter: config_lib.DrafterName = "hybrid"
+    """Who drafts: mtp is the head; prompt_lookup copies what followed the last tokens earlier in the text, and needs no head; hybrid copies
+    where at least three tokens match, and lets the head draft elsewhere, four tokens at most."""
+    num_draft: Annotated[int | None, Unset] = None
+    """Tokens drafted per step at most. Default: 4; 10 with prompt_lookup and hybrid."""
+    short_drafts: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...", help_behavior_hint="")] = None
+    """Steps that propose no more than one of these numbers get a verify pass for so many, which is cheaper; each takes time to compile.
+    Default: none with mtp, 0 with prompt_lookup, 4 with hybrid."""
+
+    def __post_init__(self) -> None:
+        if self.head == "none" and self.drafter == "hybrid":
+            object.__setattr__(self, "drafter", "mtp")  # nothing to copy for: --head none is the backbone alone
+        num_draft, short_drafts = config_lib.DRAFT_LENGTHS[self.drafter]
+        if self.num_draft is None:
+            object.__setattr__(self, "num_draft", num_draft)
+        if self.short_drafts is None:
+            object.__setattr__(self, "short_drafts", tuple(drafts for drafts in short_drafts if drafts < (self.num_draft or 0)))
+
+    def draft_lengths(self) -> dict[str, Any]:
+        """Fields of a DecodeConfig."""
+        return {"num_draft": self.num_draft, "short_drafts": self.short_drafts}
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
     """Flags of every command that chooses tokens."""
 
@@ -88,7 +115,7 @@ class SamplingFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledDraftFlags(DraftFlags, SamplingFlags):
+class SampledDraftFlags(DraftLengthFlags, SamplingFlags):
     """Flags of every command that drafts and samples."""
 
     accept: config_lib.AcceptRule = "match"
@@ -96,7 +123,7 @@ class SampledDraftFlags(DraftFlags, SamplingFlags):
     this seed. rejection: the head draws its drafts, and they are kept by the ratio of probabilities; other texts of the same distribution.
     Which keeps more depends on head and temperature."""
     min_confidence: float = 0.0
-    """Draft no further in a step once the product of the drafts' probabilities is below this; 0 always drafts num_draft tokens."""
+    """Let the head draft no further in a step once the product of its drafts' probabilities is below this; 0 is always as many as it may."""
 
 
 def say(text: str) -> None:
@@ -121,8 +148,8 @@ def head_name(backbone: str, head: str) -> str | None:
     return f"{backbone}-mtp"
 
 
-def load_backbone(name: str) -> LoadedBackbone:
-    """Load with a line on stderr, and JAX set up for the command line.
+def load_backbone(name: str, **options: Any) -> LoadedBackbone:
+    """Load, with the options of `checkpoints.load.load_backbone`, a line on stderr, and JAX set up for the command line.
 
     Raises:
       UnknownName: neither in the catalog nor a path.
@@ -134,7 +161,7 @@ def load_backbone(name: str) -> LoadedBackbone:
     use_compilation_cache()
     start = time.perf_counter()
     try:
-        backbone = load.load_backbone(name)
+        backbone = load.load_backbone(name, **options)
     except config_lib.ConfigError as error:  # the file's fault here, not the command line's
         raise errors.CheckpointError(f"backbone {name!r}: {error}") from None
     say(f"loaded in {time.perf_counter() - start:.1f} s")

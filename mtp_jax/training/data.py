@@ -1,7 +1,8 @@
 """Training sequences and the batches made of them.
 
-A sequence is one prompt with the backbone's own answer: token ids and an exact mask of the answer's tokens. Batches
-are a pure function of (sequences, TrainConfig, step), so a resumed run sees exactly what the unbroken one would have.
+A sequence is one conversation: token ids, and an exact mask of the answers' tokens, mostly the backbone's own. Batches
+are a pure function of (sequences, TrainConfig, step), so a resumed run sees exactly what the unbroken one would have;
+`pipeline` makes them ahead of time.
 
 Rows. Training row i of a sequence is the state of a decoder whose slots 0..i are valid and whose pending token is
 x_{i+1}; draft step k predicts x_{i+1+k}. A batch lists the rows that carry loss explicitly, so that padding, and the
@@ -32,11 +33,11 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """One training sequence: a prompt and its answer."""
+    """One training sequence: a prompt and its answer, or several turns."""
 
     task: str
     tokens: np.ndarray  # int32 [T]: prompt, then answer
-    answer: np.ndarray  # bool [T]: True at the answer's tokens, a stop token included
+    answer: np.ndarray  # bool [T]: True at the tokens of answers, their stop tokens included
 
 
 class Batch(struct.PyTreeNode):
@@ -113,24 +114,55 @@ def draft_vocabulary(sequences: Sequence[Example], size: int, vocab_size: int) -
     return np.sort(order[:size]).astype(np.int32)
 
 
+class Batches:
+    """The batches of a run, by number of the optimizer step (from 0); each is a function of examples, config and step alone.
+
+    An epoch is every example in an order of its own, sorted by length inside windows of 32 batches to save padding; what is left
+    of a last batch has its turn in other epochs. A row of a batch is one example: none are packed together.
+
+    Raises:
+      DataError: naming the example, where its mask is empty or all ones, or max_length cuts off all of its answer.
+    """
+
+    def __init__(self, sequences: Sequence[Example], config: config_lib.TrainConfig) -> None:
+        for index, sequence in enumerate(sequences):
+            _check_mask(sequence, config.max_length, f"sequence {index}")
+        self._sequences, self._config = sequences, config
+        self._lengths = np.array([len(sequence.tokens) for sequence in sequences])
+        self._first_row = max(shared_prefix(sequences) - 2, 0)
+        self._epoch: tuple[int, list[np.ndarray]] = (-1, [])  # the newest: its number, and its batches' indices
+
+    def __len__(self) -> int:
+        return self._config.steps
+
+    def __getitem__(self, step: int) -> Batch:
+        config = self._config
+        epoch, place = divmod(step, max(len(self._sequences) // config.batch_size, 1))
+        number, order = self._epoch
+        if number != epoch:
+            order = _epoch_order(self._lengths, config.batch_size, np.random.default_rng((config.seed, epoch)))
+            self._epoch = epoch, order
+        return make_batch(self._sequences, order[place], config, np.random.default_rng((config.seed, 1, step)), first_row=self._first_row)
+
+
 def batch_at(sequences: Sequence[Example], config: config_lib.TrainConfig, step: int) -> Batch:
-    """The batch of optimizer step `step` (from 0)."""
-    per_epoch = max(len(sequences) // config.batch_size, 1)
-    epoch, place = divmod(step, per_epoch)
-    rng = np.random.default_rng((config.seed, epoch))
-    chosen = _epoch_order(sequences, config, rng)[place]
-    return make_batch(sequences, chosen, config, np.random.default_rng((config.seed, 1, step)), first_row=max(shared_prefix(sequences) - 2, 0))
+    """The batch of optimizer step `step` (from 0). For many of them, make a `Batches` once."""
+    return Batches(sequences, config)[step]
 
 
-def _epoch_order(sequences: Sequence[Example], config: config_lib.TrainConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Index arrays of one epoch's batches: shuffled, then sorted by length inside windows of 32 batches to save padding."""
-    lengths = np.array([len(sequence.tokens) for sequence in sequences])
-    count = max(len(sequences) // config.batch_size, 1)
-    order = rng.permutation(len(sequences))[: count * config.batch_size]  # left out before sorting, or it would be the longest each time
-    window = 32 * config.batch_size
+def _epoch_order(lengths: np.ndarray, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Index arrays of one epoch's batches: shuffled, then sorted by length inside windows."""
+    count = max(len(lengths) // batch_size, 1)
+    order = rng.permutation(len(lengths))[: count * batch_size]  # left out before sorting, or it would be the longest each time
+    window = 32 * batch_size
     order = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in np.split(order, range(window, len(order), window))])
-    batches = [order[i * config.batch_size : (i + 1) * config.batch_size] for i in range(count)]
+    batches = [order[i * batch_size : (i + 1) * batch_size] for i in range(count)]
     return [batches[i] for i in rng.permutation(count)]
+
+
+def within(sequences: Sequence[Example], max_length: int) -> list[Example]:
+    """Those of which max_length leaves some of the answer."""
+    return [sequence for sequence in sequences if sequence.answer[:max_length].any()]
 
 
 def make_batch(
@@ -142,7 +174,12 @@ def make_batch(
       chosen: indices into `sequences`.
       rng: picks `rows_per_sequence` rows at random; None takes every row.
       first_row: rows before it are left out.
+
+    Raises:
+      DataError: naming the row, where a mask is empty or all ones, or max_length cuts off all of an answer.
     """
+    for place, index in enumerate(chosen):
+        _check_mask(sequences[index], config.max_length, f"row {place}, sequence {index}")
     cut = [sequences[i].tokens[: config.max_length] for i in chosen]
     width = -(-max(len(tokens) for tokens in cut) // LENGTH_BUCKET) * LENGTH_BUCKET
     tokens, answer = np.zeros((len(chosen), width), np.int32), np.zeros((len(chosen), width), bool)
@@ -159,6 +196,16 @@ def make_batch(
     return Batch(
         tokens=tokens, lengths=np.array([len(text) for text in cut], np.int32), answer=answer, rows=rows, row_mask=mask, index=np.asarray(chosen, np.int32)
     )
+
+
+def _check_mask(sequence: Example, max_length: int, where: str) -> None:
+    if not sequence.answer.any():
+        raise DataError(f"{where}: its answer mask is empty: must hold at least one token")
+    if sequence.answer.all():
+        raise DataError(f"{where}: its answer mask is all ones: must leave at least one token of a prompt")
+    if not sequence.answer[:max_length].any():
+        begin = int(np.flatnonzero(sequence.answer)[0])
+        raise DataError(f"{where}: max_length={max_length} cuts off all of its answer, which begins at token {begin}; raise max_length, or leave it out")
 
 
 def _rows(answer: np.ndarray, config: config_lib.TrainConfig, rng: np.random.Generator | None, first_row: int) -> np.ndarray:

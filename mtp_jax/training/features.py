@@ -4,8 +4,9 @@ Training a head needs nothing else of the backbone's forward pass, so computing 
 later epoch, and every other head on the same layers, several times cheaper. Logits are never stored; labels come from
 the hidden states and the frozen unembedding.
 
-On disk: one flat memory-mapped file per array, all sequences end to end, and `manifest.json` (written last) that ties
-them to backbone, tokens, layers and dtype. An interrupted run leaves no manifest and starts again.
+On disk: one flat memory-mapped file per array, all sequences end to end (bfloat16 as its bits, uint16), and `manifest.json` that
+ties them to backbone, tokens, layers and dtype. It is written last: until then `unfinished.json` has its place, with the number
+of sequences that are safely on disk, and the same build goes on from there.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
@@ -25,6 +27,10 @@ from mtp_jax import files
 from mtp_jax.checkpoints.hf import read_json
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.training import data
+
+Dtype = Literal["float16", "bfloat16", "float32"]
+UNFINISHED = "unfinished.json"
+FLUSH_EVERY = 16  # batches between two notes of how far a build is
 
 
 class Features(struct.PyTreeNode):
@@ -57,7 +63,7 @@ def compute(backbone: backbone_lib.Backbone, backbone_params: Any, tokens: Array
 class FeatureStore:
     """Memory-mapped features of a list of sequences."""
 
-    arrays: Mapping[str, np.ndarray]  # "hidden" [total, D], "keys_L" and "values_L" [total, K * H]
+    arrays: Mapping[str, np.ndarray]  # "hidden" [total, D], "keys_L" and "values_L" [total, K * H], in the dtype they are stored in
     offsets: np.ndarray  # [sequences + 1]
     kv_heads: Mapping[int, int]  # K by backbone layer
 
@@ -94,22 +100,50 @@ def build(
     value_layers: tuple[int, ...],
     max_length: int,
     batch_size: int = 8,
-    dtype: str = "float16",
+    dtype: Dtype = "float16",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FeatureStore:
-    """Compute and store the features of all sequences (cut to max_length); `progress(done, total)` counts sequences."""
+    """Compute and store the features of all sequences; the same build, interrupted, goes on where it was.
+
+    Args:
+      folder: where they go; what another build left there is written over.
+      backbone: module of `backbone_params`.
+      examples: sequences, each cut to max_length.
+      backbone_fingerprint: of the backbone, for the manifest.
+      key_layers: backbone layers whose keys are stored.
+      value_layers: the same of values.
+      batch_size: sequences computed together.
+      dtype: stored, rounded to nearest. float16 has 11 significant bits and ends at 65504, bfloat16 has 8 and float32's range.
+      progress: called with (done, total), counting sequences.
+
+    Raises:
+      FeatureError: an unknown dtype, or a value that is not finite in it.
+    """
+    if dtype not in get_args(Dtype):
+        raise FeatureError(f"dtype={dtype!r}: must be one of {', '.join(get_args(Dtype))}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = backbone.config
     lengths = np.array([min(len(example.tokens), max_length) for example in examples])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     kv_heads = {layer: config.kv_heads_of(layer) for layer in {*key_layers, *value_layers}}
+    manifest = {
+        "backbone": backbone_fingerprint,
+        "data": data.fingerprint(examples),
+        "key_layers": list(key_layers),
+        "value_layers": list(value_layers),
+        "max_length": max_length,
+        "dtype": dtype,
+        "lengths": lengths.tolist(),
+        "kv_heads": {str(layer): count for layer, count in kv_heads.items()},
+    }
+    begun = _begin(folder, manifest)
     widths = {"hidden": config.width}
     for name, layers in {"keys": key_layers, "values": value_layers}.items():
         widths |= {f"{name}_{layer}": kv_heads[layer] * config.head_dim_of(layer) for layer in layers}
-    arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (int(offsets[-1]), width)) for name, width in widths.items()}
+    arrays = {name: _open(folder / f"{name}.npy", dtype, (int(offsets[-1]), width), new=not begun) for name, width in widths.items()}
     order = np.argsort(lengths, kind="stable")
-    for start in range(0, len(order), batch_size):
+    for number, start in enumerate(range(begun, len(order), batch_size), 1):
         chosen = order[start : start + batch_size]
         width = -(-int(lengths[chosen].max()) // data.LENGTH_BUCKET) * data.LENGTH_BUCKET
         tokens = np.zeros((batch_size, width), np.int32)
@@ -120,25 +154,46 @@ def build(
         flat |= {f"keys_{layer}": _flatten(features.keys[layer]) for layer in key_layers}
         flat |= {f"values_{layer}": _flatten(features.values[layer]) for layer in value_layers}
         for name, values in flat.items():
-            if not np.isfinite(values.astype(dtype)).all():
+            with np.errstate(over="ignore"):  # told of below
+                stored = values.astype(arrays[name].dtype)
+            if not np.isfinite(stored).all():
                 raise FeatureError(f"{name}: a value does not fit {dtype}; use float32")
             for row, index in enumerate(chosen):
-                arrays[name][offsets[index] : offsets[index + 1]] = values[row, : lengths[index]]
-        progress(min(start + batch_size, len(order)), len(order))
-    for array in arrays.values():
-        array.flush()
-    manifest = {
-        "backbone": backbone_fingerprint,
-        "data": data.fingerprint(examples),
-        "key_layers": list(key_layers),
-        "value_layers": list(value_layers),
-        "max_length": max_length,
-        "dtype": dtype,
-        "lengths": lengths.tolist(),
-        "kv_heads": kv_heads,  # JSON makes the layers strings
-    }
+                arrays[name][offsets[index] : offsets[index + 1]] = stored[row, : lengths[index]]
+        if number % FLUSH_EVERY == 0:
+            _note(folder, manifest, arrays, start + len(chosen))
+        progress(start + len(chosen), len(order))
+    _note(folder, manifest, arrays, len(order))
     files.write_json(folder / "manifest.json", manifest)
+    (folder / UNFINISHED).unlink()
     return FeatureStore(arrays, offsets, kv_heads)
+
+
+def _begin(folder: Path, manifest: dict[str, Any]) -> int:
+    """Sequences that an interrupted build of this very manifest has stored. Otherwise 0, and nothing in the folder counts as features any more."""
+    path = folder / UNFINISHED
+    before = read_json(path) if path.exists() else {}
+    (folder / "manifest.json").unlink(missing_ok=True)
+    if before.get("manifest") == manifest:
+        return before["sequences"]
+    files.write_json(path, {"manifest": manifest, "sequences": 0})
+    return 0
+
+
+def _note(folder: Path, manifest: dict[str, Any], arrays: Mapping[str, np.ndarray], sequences: int) -> None:
+    """Bring what was computed to the disk, then write down that it is there."""
+    for array in arrays.values():
+        assert isinstance(array, np.memmap)
+        array.flush()
+    files.write_json(folder / UNFINISHED, {"manifest": manifest, "sequences": sequences})
+
+
+def _open(path: Path, dtype: str, shape: tuple[int, int] | None = None, *, new: bool = False) -> np.ndarray:
+    """A memory-mapped array: to write where there is a shape, otherwise to read. The .npy format has no bfloat16, so its bits are stored as uint16."""
+    mode = "r" if shape is None else "w+" if new else "r+"
+    on_disk = np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
+    array = np.lib.format.open_memmap(path, mode, on_disk, shape)
+    return array.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else array
 
 
 def _flatten(kv: Array) -> np.ndarray:
@@ -155,25 +210,30 @@ def open_store(
     key_layers: tuple[int, ...],
     value_layers: tuple[int, ...],
     max_length: int,
+    dtype: Dtype | None = None,
 ) -> FeatureStore:
-    """Open a folder written by `build`, after checking that it holds what this run needs.
+    """Open a folder written by `build`, after checking that it holds what this run needs; None takes any dtype.
 
     Raises:
-      FeatureError: no manifest (the run that wrote it did not finish), or another backbone, data, layers or length.
+      FeatureError: no manifest (the run that wrote it did not finish), or another backbone, data, layers, length or dtype; a file of another shape.
     """
     path = Path(folder) / "manifest.json"
     if not path.exists():
-        raise FeatureError(f"{path}: missing, so the features were never finished; delete the folder and build them again")
+        raise FeatureError(f"{path}: missing, so the features were never finished; build them again")
     manifest = read_json(path)
-    for name, wanted in {"backbone": backbone_fingerprint, "data": data.fingerprint(examples), "max_length": max_length}.items():
+    wanted_values = {"backbone": backbone_fingerprint, "data": data.fingerprint(examples), "max_length": max_length, "dtype": dtype or manifest["dtype"]}
+    for name, wanted in wanted_values.items():
         if manifest[name] != wanted:
             raise FeatureError(f"{path}: {name} is {manifest[name]!r}, this run has {wanted!r}")
     for name, layers in {"key_layers": key_layers, "value_layers": value_layers}.items():
         if not set(layers) <= set(manifest[name]):
             raise FeatureError(f"{path}: {name} holds {manifest[name]}, this head reads {list(layers)}")
     names = ["hidden"] + [f"keys_{layer}" for layer in key_layers] + [f"values_{layer}" for layer in value_layers]
-    arrays = {name: np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in names}
+    arrays = {name: _open(Path(folder) / f"{name}.npy", manifest["dtype"]) for name in names}
     old = {layer: manifest.get("num_kv_heads") for layer in manifest["key_layers"]}  # as written before layers could differ
     heads: dict[Any, Any] = manifest.get("kv_heads") or old
-    kv_heads = {int(layer): count for layer, count in heads.items()}
-    return FeatureStore(arrays, np.concatenate([[0], np.cumsum(manifest["lengths"])]), kv_heads)
+    offsets = np.concatenate([[0], np.cumsum(manifest["lengths"])])
+    for name, array in arrays.items():
+        if len(array) != offsets[-1]:
+            raise FeatureError(f"{Path(folder) / name}.npy: holds {len(array)} tokens, {path} tells of {offsets[-1]}")
+    return FeatureStore(arrays, offsets, {int(layer): count for layer, count in heads.items()})

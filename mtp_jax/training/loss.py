@@ -1,4 +1,4 @@
-"""Soft cross-entropy of every draft step, unrolled exactly as deployed.
+"""Loss of every draft step, unrolled exactly as deployed.
 
 For training row i (slots 0..i valid, x_{i+1} pending) and draft step k = 1..M:
 
@@ -9,21 +9,45 @@ For training row i (slots 0..i valid, x_{i+1} pending) and draft step k = 1..M:
     i = 4, M = 2:  step 1 takes x_5, h_4 and is labelled by h_5; step 2 takes x_6, step 1's hidden, and is labelled by h_6
 
 Labels are renormalised over what the head can draft: the draft vocabulary and, with a pointer, the tokens of the text.
+The losses between label and draft are in objectives.py.
+
+From rows to one number (`loss_sums`, `combine`), with l[k, b, r] the loss and w[k, b, r] the weight of a row, 0 where it has
+no label, and n[k, b] the number of sequence b's rows that have one:
+
+    loss = sum_k v[k] total[k] / count[k],   v[k] = step_decay ** (k - 1), normalised
+    "tokens":      total[k] = sum_b sum_r w l              count[k] = sum_b n[k, b]          every row counts the same
+    "sequences":   total[k] = sum_b sum_r w l / n[k, b]    count[k] = number of b with n > 0    every sequence counts the same
+
+Totals and counts of parts of a batch add up to those of the whole, and counts depend on the batch alone.
+
+After a miss. Text and head's own drafts as inputs differ only behind a draft that differs from the text. When decoding,
+drafts behind one that was rejected are never looked at, and one that is kept *is* the text: it equals the backbone's own
+token, of which answers are made. So training on the head's own drafts, as far as anything depends on them, is training on
+the text in the rows where all earlier drafts were right, and needs no second pass. w[k, b, r] is by `after_miss`:
+
+    "keep"    1: inputs are the text's, right or not what the head would have drafted
+    "drop"    1 where the greedy drafts of steps 1..k-1 all equal the text, else 0: what greedy verification looks at
+    "weigh"   product over j < k of q_j(x_{i+1+j}), without gradient: the probability that drafts sampled from q come so far
+              (after D-PACE, arXiv 2605.18810)
+
+Counts are of all rows with a label, so under "drop" and "weigh" the weight of step k falls with the share of rows that get
+there, as it does when decoding: step_decay = 1 adds no other decay to that.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax import config as config_lib
 from mtp_jax.models import head as head_lib
 from mtp_jax.models import layers
-from mtp_jax.training import data
+from mtp_jax.training import data, objectives
 from mtp_jax.training import features as features_lib
 
 
@@ -39,80 +63,176 @@ class Frozen(struct.PyTreeNode):
 class Unrolled(struct.PyTreeNode):
     """Draft steps of a batch; the leading axis of the lists is k - 1."""
 
-    loss: Float[Array, "M B R"]  # cross-entropy in nats
+    loss: Float[Array, "M B R"]  # float32
     drafts: Int[Array, "M B R"]  # the greedy draft
     correct: Bool[Array, "M B R"]  # it equals the text's token x_{i+1+k}
     valid: Bool[Array, "M B R"]  # x_{i+1+k} exists
     answer: Bool[Array, "M B R"]  # x_{i+1+k} is an answer token
+    probability: Float[Array, "M B R"]  # q of x_{i+1+k}, without gradient
 
 
-def unroll(head: head_lib.Head, head_params: Any, frozen: Frozen, features: features_lib.Features, batch: data.Batch, num_draft: int) -> Unrolled:
-    """Run all draft steps of a batch's rows with the text's own tokens as input (teacher forcing)."""
-    tokens, rows, answer = jnp.asarray(batch.tokens), jnp.asarray(batch.rows), jnp.asarray(batch.answer)
-    followers = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))  # x_{s+1}
-    outside = frozen.vocab.index[followers] == frozen.vocab.ids.shape[0]  # [B, S]
-    slot_rows = frozen.unembedding[followers]  # [B, S, D]
-    width = tokens.shape[1]
+class LossSums(struct.PyTreeNode):
+    """Numerator and denominator of each step's mean; those of parts of a batch add up to those of the whole."""
 
-    def at(array: Array, offset: int) -> Array:
-        """Entries of [B, T, ...] at row + offset."""
-        place = jnp.minimum(rows + offset, width - 1)
-        return jnp.take_along_axis(array, place.reshape(*place.shape, *[1] * (array.ndim - 2)), axis=1)
-
-    final_hidden = jnp.asarray(features.hidden)
-    hidden = at(final_hidden, 0)
-    steps = []
-    for k in range(1, num_draft + 1):
-        embedded = frozen.table[at(tokens, k)]
-        output = head.apply({"params": head_params}, embedded, hidden, features.keys, features.values, rows, frozen.vocab.unembedding)
-        assert isinstance(output, head_lib.HeadOutput)
-        slot_logits = None
-        if output.copy is not None:
-            slot_logits = jnp.einsum("BRD,BSD->BRS", output.features, slot_rows).astype(jnp.float32)
-            slot_logits = jnp.where(outside[:, None], -jnp.inf, slot_logits)
-        mixture = head_lib.mix(output, slot_logits, followers, rows)
-        label = at(final_hidden, k)
-        cap = frozen.final_softcap
-        loss = soft_cross_entropy(
-            mixture,
-            layers.softcap(layers.matmul(label.astype(frozen.table.dtype), frozen.vocab.unembedding).astype(jnp.float32), cap),
-            layers.softcap(jnp.einsum("BRD,BSD->BRS", label, slot_rows).astype(jnp.float32), cap),
-            outside,
-            head_lib.first_visible(followers, rows),
-        )
-        drafts = head_lib.greedy(mixture, frozen.vocab.ids, followers)
-        valid = batch.row_mask & (rows + 1 + k < batch.lengths[:, None])
-        steps.append((loss, drafts, (drafts == at(tokens, k + 1)) & valid, valid, at(answer, k + 1) & valid))
-        hidden = output.hidden
-    return Unrolled(*(jnp.stack(column) for column in zip(*steps, strict=True)))
+    total: Float[Array, " M"]
+    count: Float[Array, " M"]
 
 
-def soft_cross_entropy(
-    mixture: head_lib.Mixture,
-    label_vocab: Float[Array, "B R C"],
-    label_slots: Float[Array, "B R S"],
-    outside: Bool[Array, "B S"],
-    first: Bool[Array, "B R S"],
-) -> Float[Array, "B R"]:
-    """-sum over drafted candidates of p log q, with p renormalised over them; float32.
+class _Text(struct.PyTreeNode):
+    """What all rows of a batch read."""
+
+    tokens: Int[Array, "B S"]
+    answer: Bool[Array, "B S"]
+    lengths: Int[Array, " B"]
+    hidden: Float[Array, "B S D"]
+    keys: dict[int, Float[Array, "B K S H"]]
+    values: dict[int, Float[Array, "B K S H"]]
+    followers: Int[Array, "B S"]  # x_{s+1}
+    outside: Bool[Array, "B S"]  # it is not in the draft vocabulary
+    unembedding: Float[Array, "B S D"]  # its row
+    first_slot: Int[Array, "B C"]  # see objectives.first_slot
+
+
+def unroll(
+    head: head_lib.Head,
+    head_params: Any,
+    frozen: Frozen,
+    features: features_lib.Features,
+    batch: data.Batch,
+    num_draft: int,
+    *,
+    loss: tuple[str, ...] = ("soft_ce",),
+    rows_per_chunk: int = 0,
+    remat: bool = False,
+) -> Unrolled:
+    """Run all draft steps of a batch's rows with the text's own tokens as input (teacher forcing).
 
     Args:
-      mixture: the draft distribution q.
-      label_vocab: the backbone's logits of the draft vocabulary.
-      label_slots: the backbone's logit of the token after each slot.
-      outside: that token is not in the draft vocabulary.
-      first: the slot is visible, and no earlier slot has the same follower.
+      head_params: differentiated; nothing else is.
+      num_draft: M.
+      loss: as TrainConfig.loss.
+      rows_per_chunk: rows of each sequence that are worked on at a time, so that arrays over the draft vocabulary are
+        [B, rows_per_chunk, C] at most, in the backward pass too; 0 is all. Same result, up to rounding.
+      remat: compute each draft step again in the backward pass instead of keeping its arrays. Chunks always do.
     """
-    label_vocab, label_slots = jax.lax.stop_gradient((label_vocab, label_slots))
-    normaliser = nn.logsumexp(label_vocab, axis=-1)
-    if mixture.slots is None or mixture.vocab_at_slots is None:
-        return -jnp.einsum("BRC,BRC->BR", jnp.exp(label_vocab - normaliser[..., None]), mixture.vocab)
-    copied_only = first & outside[:, None]
-    normaliser = jnp.logaddexp(normaliser, nn.logsumexp(jnp.where(copied_only, label_slots, -jnp.inf), axis=-1))
-    total = jnp.einsum("BRC,BRC->BR", jnp.exp(label_vocab - normaliser[..., None]), mixture.vocab)
-    at_slots = jnp.where(first, jnp.exp(label_slots - normaliser[..., None]), 0.0)
-    softmax_share = jnp.where(outside[:, None], 0.0, mixture.vocab_at_slots)  # already counted in `total`
-    return -total - jnp.einsum("BRS,BRS->BR", at_slots, jnp.where(first, mixture.slots - softmax_share, 0.0))
+    text = _read(frozen, features, batch)
+    row_mask = jnp.asarray(batch.row_mask)
+    rows = jnp.where(row_mask, jnp.asarray(batch.rows), 0)  # padding computes what row 0 does, which is there in every text
+    batch_size, count = rows.shape
+    chunked = 0 < rows_per_chunk < count
+    run = partial(_unroll_rows, head, config_lib.loss_terms(loss), num_draft, remat or chunked, head_params, frozen, text)
+    if not chunked:
+        return run((rows, row_mask))
+
+    chunks = -(-count // rows_per_chunk)
+
+    def split(array: Array) -> Array:
+        """[B, R] -> [chunks, B, rows_per_chunk], filled up with rows that do not count."""
+        padded = jnp.pad(array, ((0, 0), (0, chunks * rows_per_chunk - count)))
+        return padded.reshape(batch_size, chunks, rows_per_chunk).swapaxes(0, 1)
+
+    def join(array: Array) -> Array:
+        """[chunks, M, B, rows_per_chunk] -> [M, B, R]."""
+        return jnp.moveaxis(array, 0, 2).reshape(num_draft, batch_size, -1)[..., :count]
+
+    return jax.tree.map(join, jax.lax.map(run, (split(rows), split(row_mask))))
+
+
+def _read(frozen: Frozen, features: features_lib.Features, batch: data.Batch) -> _Text:
+    tokens = jnp.asarray(batch.tokens)
+    followers = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    entries, size = frozen.vocab.index[followers], frozen.vocab.ids.shape[0]
+    return _Text(
+        tokens=tokens,
+        answer=jnp.asarray(batch.answer),
+        lengths=jnp.asarray(batch.lengths),
+        hidden=jnp.asarray(features.hidden),
+        keys={layer: jnp.asarray(keys) for layer, keys in features.keys.items()},
+        values={layer: jnp.asarray(values) for layer, values in features.values.items()},
+        followers=followers,
+        outside=entries == size,
+        unembedding=frozen.unembedding[followers],
+        first_slot=objectives.first_slot(entries, size),
+    )
+
+
+def _unroll_rows(
+    head: head_lib.Head,
+    terms: tuple[tuple[config_lib.LossName, float], ...],
+    num_draft: int,
+    remat: bool,
+    head_params: Any,
+    frozen: Frozen,
+    text: _Text,
+    chosen: tuple[Int[Array, "B R"], Bool[Array, "B R"]],
+) -> Unrolled:
+    """All draft steps of the chosen rows (and their mask)."""
+    rows, row_mask = chosen
+
+    def step(hidden: Float[Array, "B R D"], k: int | Int[Array, ""]) -> tuple[Float[Array, "B R D"], Unrolled]:
+        hidden, columns = _draft_step(head, terms, k, head_params, frozen, text, rows, row_mask, hidden)
+        return hidden.astype(frozen.table.dtype), columns  # as the head would do; a loop needs one dtype throughout
+
+    hidden = _at(text.hidden, rows).astype(frozen.table.dtype)
+    if remat:  # a loop, since a compiler may merge the second computation with the first, which keeps the arrays after all
+        return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), hidden, jnp.arange(1, num_draft + 1))[1]
+    steps = []
+    for k in range(1, num_draft + 1):
+        hidden, columns = step(hidden, k)
+        steps.append(columns)
+    return jax.tree.map(lambda *column: jnp.stack(column), *steps)
+
+
+def _draft_step(
+    head: head_lib.Head,
+    terms: tuple[tuple[config_lib.LossName, float], ...],
+    k: int | Int[Array, ""],
+    head_params: Any,
+    frozen: Frozen,
+    text: _Text,
+    rows: Int[Array, "B R"],
+    row_mask: Bool[Array, "B R"],
+    hidden: Float[Array, "B R D"],
+) -> tuple[Float[Array, "B R D"], Unrolled]:
+    """Draft step k: its hidden state, and its part of Unrolled, [B, R] each."""
+    embedded = frozen.table[_at(text.tokens, rows + k)]
+    output = head.apply({"params": head_params}, embedded, hidden, text.keys, text.values, rows, frozen.vocab.unembedding)
+    assert isinstance(output, head_lib.HeadOutput)
+    valid = _has_target(row_mask, rows, text.lengths, k)
+    # A row without a target gets a label that is all zeros: nothing behind the text can reach a gradient, not even as 0 times infinity.
+    label = jnp.where(valid[..., None], _at(text.hidden, rows + k), 0)
+    label_vocab = layers.matmul(label.astype(frozen.table.dtype), frozen.vocab.unembedding).astype(jnp.float32)
+    slot_logits, label_slots, in_text = None, None, None
+    if output.copy is not None:
+        slot_logits = jnp.einsum("BRD,BSD->BRS", output.features, text.unembedding).astype(jnp.float32)
+        slot_logits = jnp.where(text.outside[:, None], -jnp.inf, slot_logits)
+        label_slots = layers.softcap(jnp.einsum("BRD,BSD->BRS", label, text.unembedding).astype(jnp.float32), frozen.final_softcap)
+        in_text = text.first_slot[:, None] <= rows[..., None]
+    mixture = head_lib.mix(output, slot_logits, text.followers, rows)
+    first = head_lib.first_visible(text.followers, rows)
+    candidates = objectives.compare(mixture, layers.softcap(label_vocab, frozen.final_softcap), label_slots, in_text, first)
+    target = _at(text.tokens, rows + k + 1)
+    occurs = first & (text.followers[:, None] == target[..., None])
+    drafts = head_lib.greedy(mixture, frozen.vocab.ids, text.followers)
+    return output.hidden, Unrolled(
+        loss=objectives.row_loss(terms, candidates, output.hidden, label),
+        drafts=drafts,
+        correct=(drafts == target) & valid,
+        valid=valid,
+        answer=_at(text.answer, rows + k + 1) & valid,
+        probability=objectives.probability(mixture, frozen.vocab.index[target], occurs),
+    )
+
+
+def _at(array: Array, places: Int[Array, "B R"]) -> Array:
+    """Entries of [B, T, ...] at [B, R] places; those beyond the end are the last one."""
+    places = jnp.minimum(places, array.shape[1] - 1)
+    return jnp.take_along_axis(array, places.reshape(*places.shape, *[1] * (array.ndim - 2)), axis=1)
+
+
+def _has_target(row_mask: Array, rows: Array, lengths: Array, k: int | Array) -> Bool[Array, "B R"]:
+    """Whether the row counts and x_{i+1+k} exists."""
+    return row_mask & (rows + 1 + k < lengths[:, None])
 
 
 def step_weights(num_draft: int, decay: float) -> Float[Array, " M"]:
@@ -121,11 +241,47 @@ def step_weights(num_draft: int, decay: float) -> Float[Array, " M"]:
     return weights / weights.sum()
 
 
-def mean_loss(unrolled: Unrolled, decay: float) -> Float[Array, ""]:
-    """Weighted sum over draft steps of the mean loss of their valid rows."""
-    counted = jnp.where(unrolled.valid, unrolled.loss, 0.0).sum(axis=(1, 2))
-    per_step = counted / jnp.maximum(unrolled.valid.sum(axis=(1, 2)), 1)
-    return (per_step * step_weights(unrolled.loss.shape[0], decay)).sum()
+def row_weights(unrolled: Unrolled, after_miss: config_lib.AfterMiss = "keep") -> Float[Array, "M B R"]:
+    """w of the formulas above."""
+    valid = unrolled.valid.astype(jnp.float32)
+    if after_miss == "keep":
+        return valid
+    kept = unrolled.correct.astype(jnp.float32) if after_miss == "drop" else unrolled.probability
+    return valid * jnp.cumprod(jnp.concatenate([jnp.ones_like(kept[:1]), kept[:-1]]), axis=0)
+
+
+def loss_sums(unrolled: Unrolled, after_miss: config_lib.AfterMiss = "keep", normalise: config_lib.Normalise = "tokens") -> LossSums:
+    """total and count of the formulas above."""
+    weights = jax.lax.stop_gradient(row_weights(unrolled, after_miss))
+    losses = jnp.where(unrolled.valid, unrolled.loss, 0.0) * weights
+    count = _counts(unrolled.valid, normalise)
+    if normalise == "tokens":
+        return LossSums(total=losses.sum(axis=(1, 2)), count=count)
+    return LossSums(total=(losses.sum(axis=2) / jnp.maximum(unrolled.valid.sum(axis=2), 1)).sum(axis=1), count=count)
+
+
+def batch_counts(batch: data.Batch, num_draft: int, normalise: config_lib.Normalise = "tokens") -> Float[Array, " M"]:
+    """`loss_sums(...).count` of a batch, without running the head.
+
+    A batch in parts: the gradient of the whole is the sum of the parts' gradients of `combine`, each with the count of the whole.
+    """
+    rows, mask, lengths = jnp.asarray(batch.rows), jnp.asarray(batch.row_mask), jnp.asarray(batch.lengths)
+    return _counts(jnp.stack([_has_target(mask, rows, lengths, k) for k in range(1, num_draft + 1)]), normalise)
+
+
+def _counts(valid: Bool[Array, "M B R"], normalise: config_lib.Normalise) -> Float[Array, " M"]:
+    counted = valid.sum(axis=(1, 2)) if normalise == "tokens" else valid.any(axis=2).sum(axis=1)
+    return counted.astype(jnp.float32)
+
+
+def combine(sums: LossSums, decay: float) -> Float[Array, ""]:
+    """The loss: weighted sum over draft steps of total / count. A step that no row has adds 0."""
+    return (sums.total / jnp.maximum(sums.count, 1) * step_weights(sums.total.shape[0], decay)).sum()
+
+
+def mean_loss(unrolled: Unrolled, decay: float, after_miss: config_lib.AfterMiss = "keep", normalise: config_lib.Normalise = "tokens") -> Float[Array, ""]:
+    """The loss of a whole batch; `decay` is TrainConfig.step_decay."""
+    return combine(loss_sums(unrolled, after_miss, normalise), decay)
 
 
 def accept_rates(unrolled: Unrolled) -> Float[Array, " M"]:

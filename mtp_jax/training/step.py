@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mtp_jax import config as config_lib
+from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
-from mtp_jax.training import data
+from mtp_jax.training import data, sharding
 from mtp_jax.training import features as features_lib
 from mtp_jax.training import loss as loss_lib
 
@@ -22,7 +24,7 @@ class TrainState(struct.PyTreeNode):
     """Everything a run needs to go on, besides its data."""
 
     step: Int[Array, ""]
-    head_params: Any
+    head_params: Any  # float32; the forward pass has them in the backbone's dtype
     opt_state: Any
 
 
@@ -56,7 +58,7 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
 
 
-@partial(jax.jit, static_argnames=("head", "config"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("head", "config", "mesh"), donate_argnames=("state",))
 def train_step(
     head: head_lib.Head,
     config: config_lib.TrainConfig,
@@ -64,21 +66,105 @@ def train_step(
     frozen: loss_lib.Frozen,
     features: features_lib.Features,
     batch: data.Batch,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One update of `state.head_params`. `frozen` and `features` come from the backbone and are never differentiated."""
+    """One update of `state.head_params`. `frozen` and `features` come from the backbone and are never differentiated.
 
-    def objective(head_params: Any) -> tuple[Float[Array, ""], Float[Array, " M"]]:
-        unrolled = loss_lib.unroll(head, head_params, jax.lax.stop_gradient(frozen), jax.lax.stop_gradient(features), batch, config.num_draft)
-        return loss_lib.mean_loss(unrolled, config.step_decay), loss_lib.accept_rates(unrolled)
+    Args:
+      mesh: where the new state stays; None leaves that to the compiler.
+    """
+    frozen = frozen.replace(vocab=sharding.gathered({"vocab": frozen.vocab}, mesh)["vocab"])  # of the tables, only rows are looked up
+    frozen, features = jax.lax.stop_gradient((frozen, features))
+    counts = loss_lib.batch_counts(batch, config.num_draft, config.normalise)  # of the whole batch, so that losses of its parts add up
 
-    (loss, accept), gradients = jax.value_and_grad(objective, has_aux=True)(state.head_params)
+    def objective(head_params: Any, features: features_lib.Features, batch: data.Batch) -> tuple[Float[Array, ""], _Accepted]:
+        unrolled = loss_lib.unroll(
+            head,
+            sharding.gathered(in_forward_dtypes(head, head_params), mesh),
+            frozen,
+            features,
+            batch,
+            config.num_draft,
+            loss=config.loss,
+            rows_per_chunk=config.rows_per_chunk,
+            remat=config.remat,
+        )
+        sums = loss_lib.loss_sums(unrolled, config.after_miss, config.normalise)
+        rows = unrolled.answer.sum(axis=(1, 2)).astype(jnp.float32)
+        return loss_lib.combine(sums.replace(count=counts), config.step_decay), _Accepted(rate=loss_lib.accept_rates(unrolled), rows=rows)
+
+    gradient = jax.value_and_grad(objective, has_aux=True)
+    if config.accumulate == 1:
+        (loss, accepted), gradients = gradient(state.head_params, features, batch)
+        accept = accepted.rate
+    else:
+        parts = [split(tree, config.accumulate) for tree in (features, batch)]
+        one = [jax.tree.map(lambda array: array[0], tree) for tree in parts]
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(gradient, state.head_params, *one))
+
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            (loss, accepted), gradients = gradient(state.head_params, *part)
+            return jax.tree.map(jnp.add, total, ((loss, accepted.replace(rate=accepted.rate * accepted.rows)), gradients)), None
+
+        ((loss, accepted), gradients), _ = jax.lax.scan(add, zeros, tuple(parts))
+        accept = accepted.rate / jnp.maximum(accepted.rows, 1)
     updates, opt_state = make_optimizer(config).update(gradients, state.opt_state, state.head_params)
     head_params = optax.apply_updates(state.head_params, updates)
     new = TrainState(step=state.step + 1, head_params=head_params, opt_state=opt_state)
-    return new, Metrics(loss=loss, accept=accept, grad_norm=optax.tree.norm(gradients))
+    metrics = Metrics(loss=loss, accept=accept, grad_norm=optax.tree.norm(gradients))
+    if mesh is not None:
+        new = jax.lax.with_sharding_constraint(new, sharding.of_tree(new, mesh))
+        metrics = jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, PartitionSpec()))
+    return new, metrics
+
+
+class _Accepted(struct.PyTreeNode):
+    """accept@k of some rows, and how many answer rows they are."""
+
+    rate: Float[Array, " M"]
+    rows: Float[Array, " M"]
+
+
+def split(tree: Any, parts: int) -> Any:
+    """[B, ...] -> [parts, B / parts, ...]. Part i has rows i, i + parts, ...: a device that holds neighbouring rows has some of every part."""
+    return jax.tree.map(lambda array: jnp.asarray(array).reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1), tree)
+
+
+def join(tree: Any) -> Any:
+    """`split`, undone."""
+    return jax.tree.map(lambda array: array.swapaxes(0, 1).reshape(-1, *array.shape[2:]), tree)
+
+
+def in_forward_dtypes(head: head_lib.Head, head_params: Any) -> Any:
+    """Float32 parameters in the dtypes that the head's products run in: the backbone's, norms and gates aside."""
+    shapes = jax.eval_shape(lambda: head_lib.init_params(head.config, head.backbone, jax.random.key(0)))
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), head_params, shapes)
+
+
+@partial(jax.jit, static_argnames=("backbone", "key_layers", "value_layers", "parts", "mesh"))
+def live_features(
+    backbone: backbone_lib.Backbone,
+    backbone_params: Any,
+    tokens: Int[Array, "B T"],
+    *,
+    key_layers: tuple[int, ...],
+    value_layers: tuple[int, ...],
+    parts: int = 1,
+    mesh: Mesh | None = None,
+) -> features_lib.Features:
+    """`features.compute`, `parts` of the batch one after the other, and left with the devices that have the rows."""
+
+    params = sharding.gathered(backbone_params, mesh, tables="embedding")
+
+    def compute(tokens: Int[Array, "B T"]) -> features_lib.Features:
+        return features_lib.compute(backbone, params, tokens, key_layers=key_layers, value_layers=value_layers)
+
+    features = compute(tokens) if parts == 1 else join(jax.lax.map(compute, split(tokens, parts)))
+    return sharding.constrain_batch(features, mesh)
 
 
 def init_state(head: head_lib.Head, config: config_lib.TrainConfig) -> TrainState:
-    """Fresh head and optimizer from `config.seed`."""
+    """Fresh head and optimizer from `config.seed`, all of it float32, whatever the backbone's dtype: in bfloat16 a small update would be lost."""
     head_params = head_lib.init_params(head.config, head.backbone, jax.random.key(config.seed))
+    head_params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), head_params)
     return TrainState(step=jnp.zeros((), jnp.int32), head_params=head_params, opt_state=make_optimizer(config).init(head_params))

@@ -7,7 +7,7 @@ those of `decoding.loop` up to rounding in the logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool
 from mtp_jax import config as config_lib
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
-from mtp_jax.training import data
+from mtp_jax.training import data, sharding
 from mtp_jax.training import features as features_lib
 from mtp_jax.training import loss as loss_lib
 
@@ -66,8 +66,13 @@ def measure(
     backbone: LoadedBackbone,
     examples: Sequence[data.Example],
     config: config_lib.TrainConfig,
+    put: Callable[[data.Batch], data.Batch] = lambda batch: batch,
 ) -> Acceptance:
-    """Acceptance on sequences that are one prompt and one greedy answer each."""
+    """Acceptance on sequences that are one prompt and one greedy answer each.
+
+    Args:
+      put: brings a batch of config.batch_size rows to the devices.
+    """
     module = backbone_lib.Backbone(backbone.config)
     keys, values = head.config.layers_read, tuple(sorted(set(head.config.donors)))
     total = Acceptance(0, 0, [0] * config.num_draft)
@@ -76,18 +81,27 @@ def measure(
         chosen = order[start : start + config.batch_size]
         padded = np.concatenate([chosen, np.repeat(chosen[-1:], config.batch_size - len(chosen))])
         batch = data.make_batch(examples, padded, config, None)
-        features = features_lib.compute(module, backbone.params, batch.tokens, key_layers=keys, value_layers=values)
-        correct = np.asarray(_correct(head, head_params, frozen, features, batch, num_draft=config.num_draft))  # [M, B, R]
+        there = put(batch)
+        features = features_lib.compute(module, backbone.params, there.tokens, key_layers=keys, value_layers=values)
+        found = _correct(head, head_params, frozen, features, there, num_draft=config.num_draft, rows_per_chunk=config.rows_per_chunk)
+        correct = sharding.to_host(found)  # [M, B, R]
         for place, index in enumerate(chosen):
             total = _add(total, walk(correct[:, place], np.asarray(batch.rows[place]), examples[index].answer[: batch.lengths[place]]))
     return total
 
 
-@partial(jax.jit, static_argnames=("head", "num_draft"))
+@partial(jax.jit, static_argnames=("head", "num_draft", "rows_per_chunk"))
 def _correct(
-    head: head_lib.Head, head_params: Any, frozen: loss_lib.Frozen, features: features_lib.Features, batch: data.Batch, *, num_draft: int
+    head: head_lib.Head,
+    head_params: Any,
+    frozen: loss_lib.Frozen,
+    features: features_lib.Features,
+    batch: data.Batch,
+    *,
+    num_draft: int,
+    rows_per_chunk: int,
 ) -> Bool[Array, "M B R"]:
-    return loss_lib.unroll(head, head_params, frozen, features, batch, num_draft).correct
+    return loss_lib.unroll(head, head_params, frozen, features, batch, num_draft, rows_per_chunk=rows_per_chunk).correct
 
 
 def walk(correct: np.ndarray, rows: np.ndarray, answer: np.ndarray) -> Acceptance:

@@ -134,3 +134,62 @@ def test_every_sequence_has_its_turn():
 def test_fewer_sequences_than_a_batch():
     batch = data.batch_at(many(2), TrainConfig(batch_size=4, max_length=64, num_draft=2), 5)
     assert sorted(batch.index.tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (example([1, 2, 3], 3), "its answer mask is empty"),
+        (example([1, 2, 3], 0), "its answer mask is all ones"),
+        (example(range(60), 40), "max_length=40 cuts off all of its answer, which begins at token 40"),
+    ],
+)
+def test_masks_that_cannot_be_learnt_from_are_named(bad, message):
+    config = TrainConfig(batch_size=2, max_length=40, num_draft=2)
+    sequences = [*many(5), bad]
+    with pytest.raises(data.DataError, match=f"row 1, sequence 5: {message}"):
+        data.make_batch(sequences, np.array([0, 5]), config, None)
+    data.make_batch(sequences, np.array([0, 1]), config, None)
+    with pytest.raises(data.DataError, match=f"sequence 5: {message}"):
+        data.Batches(sequences, config)
+
+
+def test_within_leaves_out_answers_that_are_cut_off():
+    sequences = [example(range(60), 40), example(range(60), 39), example(range(8), 7)]
+    assert [len(kept.tokens) - kept.answer.sum() for kept in data.within(sequences, 40)] == [39, 7]
+    assert len(data.Batches(data.within(sequences, 40), TrainConfig(max_length=40, batch_size=2))[0].index) == 2
+
+
+def test_a_row_is_one_sequence_and_nothing_of_another():
+    """No packing: tokens, answers and rows of a row are its own sequence's, cut at max_length, and behind it there is nothing."""
+    sequences, config = many(23), TrainConfig(batch_size=4, max_length=64, num_draft=2, rows_per_sequence=0)
+    batches = data.Batches(sequences, config)
+    for step in range(10):
+        batch = batches[step]
+        for tokens, answer, length, rows, mask, index in zip(batch.tokens, batch.answer, batch.lengths, batch.rows, batch.row_mask, batch.index, strict=True):
+            own = sequences[index]
+            assert length == min(len(own.tokens), 64)
+            assert np.array_equal(tokens[:length], own.tokens[:length]) and not tokens[length:].any()
+            assert np.array_equal(answer[:length], own.answer[:length]) and not answer[length:].any()
+            assert rows[mask].max() == length - 3
+
+
+def test_batches_hold_sequences_of_like_length():
+    """Sorting inside windows: of 64 lengths between 8 and 400, batches of 4 pad by little; any order would pad by about half."""
+    rng = np.random.default_rng(0)
+    sequences = [example(range(length), 4) for length in rng.integers(8, 400, 64)]
+    batches = data.Batches(sequences, TrainConfig(batch_size=4, max_length=400, num_draft=2))
+    padded = sum(batches[step].tokens.size for step in range(16))
+    assert padded < 1.35 * sum(len(sequence.tokens) for sequence in sequences)
+    assert all(batches[step].tokens.shape[1] % data.LENGTH_BUCKET == 0 for step in range(16))
+
+
+def test_what_all_batches_share_is_worked_out_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(data, "shared_prefix", lambda sequences: calls.append("prefix") or 0)
+    order = data._epoch_order
+    monkeypatch.setattr(data, "_epoch_order", lambda *args: calls.append("epoch") or order(*args))
+    batches = data.Batches(many(12), TrainConfig(batch_size=4, max_length=64, num_draft=2))
+    for step in range(6):
+        batches[step]
+    assert calls == ["prefix", "epoch", "epoch"]

@@ -5,6 +5,7 @@ import json
 
 import fakes
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -13,7 +14,7 @@ from mtp_jax.checkpoints.load import load_head
 from mtp_jax.config import TrainConfig
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
-from mtp_jax.training import data, features, fit, step
+from mtp_jax.training import data, features, fit, loss, step
 
 SHORT = TrainConfig(steps=6, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=8, learning_rate=1e-2, checkpoint_every=2)
 KEYS, VALUES = fakes.HEAD.layers_read, tuple(sorted(set(fakes.HEAD.donors)))
@@ -21,7 +22,7 @@ KEYS, VALUES = fakes.HEAD.layers_read, tuple(sorted(set(fakes.HEAD.donors)))
 
 def lines(out):
     """metrics.jsonl without the times."""
-    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in json.loads(line).items() if "second" not in name} for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def same(a, b):
@@ -75,10 +76,68 @@ def flat(tree):
     return {"/".join(str(part.key) for part in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def test_accumulated_steps_are_the_whole_batchs(backbone, answers, trained):
+    """Parts have different numbers of rows, so a mean of their means would be another loss."""
+    head = head_lib.Head(fakes.HEAD, backbone.config)
+    batch = data.batch_at(answers, SHORT, 0)
+    batch = batch.replace(row_mask=batch.row_mask & (np.arange(8) < np.arange(1, 9)[:, None]))
+    frozen = fit.make_frozen(backbone, trained[1].draft_ids)
+    read = features.compute(backbone_lib.Backbone(backbone.config), backbone.params, batch.tokens, key_layers=KEYS, value_layers=VALUES)
+    found = {}
+    for parts in (1, 4):
+        config = dataclasses.replace(SHORT, accumulate=parts, remat=parts > 1, normalise="tokens")
+        state = step.init_state(head, config).replace(head_params=jax.tree.map(jnp.array, trained[1].params))
+        found[parts] = step.train_step(head, config, state, frozen, read, batch)
+    for one, four in zip(jax.tree.leaves(found[1]), jax.tree.leaves(found[4]), strict=True):
+        np.testing.assert_allclose(one, four, rtol=1e-5, atol=1e-6)
+    assert (np.asarray(found[1][1].accept) > 0).any()
+    means = []
+    for part in range(4):
+        chosen = jax.tree.map(lambda array, part=part: array[part::4], (read, batch))
+        means.append(float(loss.mean_loss(loss.unroll(head, trained[1].params, frozen, *chosen, 3), SHORT.step_decay)))
+    assert abs(np.mean(means) - float(found[1][1].loss)) > 1e-3
+
+
+def test_parts_of_a_batch_are_spread_and_put_together_again():
+    rows = np.arange(12).reshape(6, 2)
+    parts = step.split(rows, 3)
+    np.testing.assert_array_equal(parts[:, :, 0], [[0, 6], [2, 8], [4, 10]])  # rows 0 and 3; 1 and 4; 2 and 5
+    np.testing.assert_array_equal(step.join(parts), rows)
+
+
+def test_features_in_parts_are_those_of_the_whole_batch(backbone, answers):
+    batch, module = data.batch_at(answers, SHORT, 0), backbone_lib.Backbone(backbone.config)
+    whole, parts = (step.live_features(module, backbone.params, batch.tokens, key_layers=KEYS, value_layers=VALUES, parts=parts) for parts in (1, 4))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, parts)
+
+
+def test_small_updates_are_not_lost_in_bfloat16(answers):
+    """The head's products run in the backbone's bfloat16, where 1 + 1e-5 is 1; its own parameters, in float32, keep the difference."""
+    low = fakes.backbone(dataclasses.replace(fakes.BACKBONE, dtype="bfloat16"))
+    head = head_lib.Head(fakes.HEAD, low.config)
+    config = dataclasses.replace(SHORT, learning_rate=1e-5, weight_decay=0.0, warmup_fraction=0.0)
+    state = step.init_state(head, config)
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.head_params, state.opt_state)) if leaf.ndim} == {jnp.dtype("float32")}
+    before = jax.tree.map(np.array, state.head_params)
+    forward = flat(step.in_forward_dtypes(head, state.head_params))
+    assert (forward["pre/kernel"].dtype, forward["norm/scale"].dtype, forward["gate_kernel"].dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+    batch, frozen = data.batch_at(answers, config, 0), fit.make_frozen(low, np.arange(24, dtype=np.int32))
+    read = features.compute(backbone_lib.Backbone(low.config), low.params, batch.tokens, key_layers=KEYS, value_layers=VALUES)
+    for _ in range(3):
+        state, _ = step.train_step(head, config, state, frozen, read, batch)
+    change = np.abs(flat(state.head_params)["norm/scale"] - flat(before)["norm/scale"])
+    assert 0 < change.max() < 4e-5  # three steps of at most about 1e-5; in bfloat16 next to 1.0 the least step is 4e-3
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.head_params)} == {jnp.dtype("float32")}
+    products = [line for line in _dots(head, config, state, frozen, read, batch) if "16x24" in line or "24x16" in line]  # the head's MLP
+    assert products and all("bf16" in line and "f32" not in line.split("->")[0].split(":")[-1] for line in products)
+
+
+def _dots(head, config, *args):
+    return [line for line in step.train_step.lower(head, config, *args).as_text().splitlines() if "dot_general" in line]
+
+
 def test_the_gradient_is_the_heads_alone(backbone, answers):
     """Nothing flows to the backbone's arrays even when they are asked."""
-    from mtp_jax.training import loss
-
     head = head_lib.Head(fakes.HEAD, backbone.config)
     params = fakes.head(backbone).params
     batch = data.batch_at(answers, SHORT, 0)
@@ -155,7 +214,7 @@ class Spoiled:
         return read.replace(hidden=read.hidden * np.nan) if self.calls >= self.bad else read
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run(backbone, answers, in_one_go, tmp_path):
+def test_a_loss_that_is_not_a_number_stops_the_run(backbone, answers, tmp_path):
     out = tmp_path / "nan"
     sequences = data.batch_at(answers, SHORT, 3).index.tolist()
     with pytest.raises(fit.NotFiniteError, match=rf"step 4: loss=nan, .*sequences \[{sequences[0]}, "):
@@ -164,8 +223,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run(backbone, answers, in_one_go,
     assert [line["step"] for line in lines(out)] == [1, 2, 3]
     kept = load_head(out, backbone)
     assert kept.card["step"] == 2 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept.params))
-    resumed = fit.fit(backbone, answers, fakes.HEAD, SHORT, out, resume=True)  # with the cause gone, it goes on as if nothing had been
-    assert same(resumed.params, in_one_go[1].params)
+    resumed = fit.fit(backbone, answers, fakes.HEAD, SHORT, out, resume=True, features=Spoiled(backbone, 99))
+    whole = fit.fit(backbone, answers, fakes.HEAD, SHORT, tmp_path / "whole", features=Spoiled(backbone, 99))
+    assert same(resumed.params, whole.params)  # with the cause gone, it goes on as if nothing had been
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 5e-3)])
