@@ -31,9 +31,9 @@ from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
 from mtp_jax.training import data, features, fit, walk
 
-KEY_LAYERS, VALUE_LAYERS = (6, 12, 20, 28, 29), (20, 28, 29)
+KEY_LAYERS, VALUE_LAYERS, MAX_LENGTH = (6, 12, 20, 29), (29,), 320
 BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096}
-BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 32, "max_length": 224}
+BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 32, "max_length": MAX_LENGTH}
 
 # name -> (what changes in the head, what changes in the training, share of the training sequences)
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
@@ -41,8 +41,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "pointer: off": ({"pointer": False, "pointer_donors": ()}, {}, 1.0),
     "pointer: last layer's keys only": ({"pointer_donors": (29,)}, {}, 1.0),
     "pointer: two": ({"pointer_heads": 2}, {}, 1.0),
-    "donors: last two": ({"donors": (28, 29)}, {}, 1.0),
-    "donors: layer 20": ({"donors": (20,)}, {}, 1.0),
     "MLP: half as wide": ({"mlp_width": 768}, {}, 1.0),
     "head: half as wide": ({"width": 288, "num_heads": 9, "mlp_width": 768}, {}, 1.0),
     "query position: last": ({"query_position": "last"}, {}, 1.0),
@@ -107,7 +105,7 @@ def run(
 
 def _subset(store: features.FeatureStore, chosen: np.ndarray) -> features.FeatureStore:
     """The store as if it had been made of these sequences: each keeps its place in the arrays."""
-    return dataclasses.replace(store, starts=store.starts[chosen])
+    return dataclasses.replace(store, offsets=store.offsets[:-1][chosen])
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -127,8 +125,9 @@ def main() -> int:
     parser.add_argument("--rollouts", type=Path, nargs="+", required=True)
     parser.add_argument("--test", type=Path, nargs="+", required=True)
     parser.add_argument("--work", type=Path, required=True, help="folder for features and runs; kept, so that a stopped run goes on")
+    parser.add_argument("--features", type=Path, help="features of the rollouts, as `mtp-jax train --features` keeps them; default: in --work")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sequences", type=int, default=2000, help="training rollouts, the same for all variants")
+    parser.add_argument("--sequences", type=int, default=4096, help="training rollouts, the same for all variants")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], metavar="VARIANT", help="default: all")
@@ -141,17 +140,18 @@ def main() -> int:
     if unknown:
         parser.error(f"--only {unknown[0]!r}: must be one of {', '.join(map(repr, VARIANTS))}")
     backbone = shared.load_backbone("smollm2-135m-instruct")
-    limit = BASE_TRAIN["max_length"]
-    train = [e for e in data.read_rollouts(args.rollouts, vocab_size=backbone.config.vocab_size) if len(e.tokens) <= limit]
-    chosen = np.sort(np.random.default_rng(0).permutation(len(train))[: args.sequences])
-    train = [train[i] for i in chosen]
-    test = [e for e in data.read_rollouts(args.test, vocab_size=backbone.config.vocab_size) if len(e.tokens) <= limit]
-    folder = args.work / "features"
-    wanted: dict[str, Any] = {"backbone_fingerprint": backbone.fingerprint, "key_layers": KEY_LAYERS, "value_layers": VALUE_LAYERS, "max_length": limit}
+    everything = data.read_rollouts(args.rollouts, vocab_size=backbone.config.vocab_size)
+    test = data.read_rollouts(args.test, vocab_size=backbone.config.vocab_size)
+    folder = args.features or args.work / "features"
+    wanted: dict[str, Any] = {"backbone_fingerprint": backbone.fingerprint, "key_layers": KEY_LAYERS, "value_layers": VALUE_LAYERS}
+    wanted["max_length"] = MAX_LENGTH
     if not (folder / "manifest.json").exists():
         with shared.progress("features") as show:
-            features.build(folder, backbone_lib.Backbone(backbone.config), backbone.params, train, **wanted, progress=lambda done, total: show(done, total, ""))
-    store = features.open_store(folder, train, **wanted)
+            module = backbone_lib.Backbone(backbone.config)
+            features.build(folder, module, backbone.params, everything, **wanted, progress=lambda done, total: show(done, total, ""))
+    store = features.open_store(folder, everything, **wanted)
+    chosen = np.random.default_rng(0).permutation(len(everything))[: args.sequences]
+    train, store = [everything[i] for i in chosen], _subset(store, chosen)
     settings = {
         "backbone": backbone.name,
         "head": BASE_HEAD,

@@ -27,29 +27,26 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def acceptance() -> str:
-    result = load("evaluate_m4.json")
+    """Tokens per step of the head alone, of prompt lookup and of both, and the wall clock of both."""
+    head, lookup, both = (load(f"evaluate_{name}.json") for name in ("mtp", "prompt_lookup", "hybrid"))
     rows = []
-    for name, values in [*sorted(result["tasks"].items()), ("all", result["overall"])]:
-        accepted = " ".join(f"{share:.2f}" for share in values["accept_unconditional"])
-        rows.append([name, str(values["prompts"]), f"{values['tokens_per_step']:.2f}", accepted, f"{values['identical']} / {values['prompts']}"])
-    return table(["task", "prompts", "tokens per step", "accepted at 1..4", "identical to vanilla"], rows)
+    for name in [*sorted(both["tasks"]), "all"]:
+        of_head, of_lookup, of_both = ((result["overall"] if name == "all" else result["tasks"][name]) for result in (head, lookup, both))
+        accepted = " ".join(f"{share:.2f}" for share in of_head["accept_unconditional"])
+        identical = sum(values["identical"] for values in (of_head, of_lookup, of_both))
+        speeds = [f"{values['tokens_per_step']:.2f}" for values in (of_lookup, of_both)] + [f"{of_both['speedup']:.2f}x"]
+        rows.append([name, f"{of_head['tokens_per_step']:.2f}", accepted, *speeds, f"{identical} / {3 * of_both['prompts']}"])
+    return table(["task", "head", "its drafts kept at 1..4", "prompt lookup", "hybrid", "hybrid, wall clock", "identical to vanilla"], rows)
 
 
 def speed() -> str:
     rows = []
-    for path in sorted(RESULTS.glob("evaluate_m*.json")):
+    for path in sorted(RESULTS.glob("evaluate_*.json")):
         result = json.loads(path.read_text())
-        values = result["overall"]
-        rows.append(
-            [
-                str(result["settings"]["num_draft"]),
-                str(result["settings"]["batch_size"]),
-                str(values["prompts"]),
-                f"{values['tokens_per_step']:.2f}",
-                f"{values['speedup']:.2f}x",
-            ]
-        )
-    return table(["num_draft", "batch", "prompts", "tokens per step", "wall clock against vanilla"], rows)
+        values, settings = result["overall"], result["settings"]
+        figures = [f"{values['tokens_per_step']:.2f}", f"{values['speedup']:.2f}x" if settings["batch_size"] == 1 else "not at batch 1"]
+        rows.append([settings["drafter"], str(settings["num_draft"]), str(settings["batch_size"]), str(values["prompts"]), *figures])
+    return table(["drafter", "num_draft", "batch", "prompts", "tokens per step", "wall clock against vanilla"], rows)
 
 
 def passes() -> str:

@@ -75,23 +75,21 @@ give me a name and a number and I will call them myself.""",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(shared.DraftFlags):
+class Demo(shared.DraftLengthFlags):
     """Start here: six prompts answered with and without the head, and what the head gains and costs.
 
     Prints each answer, tokens per step, tokens/s of both, and whether the two outputs are identical."""
 
     max_new_tokens: int = 64
     """Longest answer, in tokens."""
-    num_draft: int = 4
-    """Tokens the head drafts per step."""
 
     def run(self) -> dict[str, Any]:
         """Returns what was printed: `prompts` (a list), `summary`, `drafter_bytes` and `seconds`."""
         start = time.perf_counter()
-        config = config_lib.DecodeConfig(max_new_tokens=self.max_new_tokens, num_draft=self.num_draft)
+        config = config_lib.DecodeConfig(max_new_tokens=self.max_new_tokens, **self.draft_lengths())
         backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
         drafting = head is not None or self.drafter != "mtp"
-        if drafting and self.num_draft < 1:
+        if drafting and config.num_draft < 1:
             raise config_lib.ConfigError("num_draft=0: must be at least 1 when there is a head; pass --head none for vanilla decoding")
         import dataclasses
 
@@ -126,7 +124,7 @@ class Demo(shared.DraftFlags):
             pairs.append(acceptance.make_pair(kind, [number], plain, generate_lib.with_text(fast, backbone)))
             records.append(_record(text, pairs[-1]))
             _show_numbers(records[-1])
-        summary = acceptance.summary(pairs, self.num_draft if drafting else 0)
+        summary = acceptance.summary(pairs, config.num_draft if drafting else 0)
         seconds = time.perf_counter() - start
         shared.say(
             f"\n{summary['identical']} of {summary['prompts']} outputs identical; {summary['tokens_per_step']:.2f} tokens per step; "

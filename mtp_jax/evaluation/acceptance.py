@@ -249,6 +249,7 @@ def run_settings(backbone: LoadedBackbone, head: LoadedHead | None, config: conf
         "backbone": backbone.name,
         "head": None if head is None else head.name,
         "num_draft": num_draft,
+        "short_drafts": [drafts for drafts in config.short_drafts if drafts < num_draft],
         "max_new_tokens": config.max_new_tokens,
         "batch_size": batch_size,
         "temperature": config.temperature,
