@@ -359,7 +359,7 @@ def test_a_defect_keeps_its_trace_and_ctrl_c_does_not(run, monkeypatch):
         run()
 
 
-@pytest.mark.parametrize("command", ["", "demo", "rollout", "train", "generate", "evaluate", "verify-exact", "bench", "export"])
+@pytest.mark.parametrize("command", ["", "demo", "rollout", "train", "plan", "generate", "evaluate", "verify-exact", "bench", "export"])
 def test_help(run, command):
     code, out, err = run(*command.split(), "--help")
     assert (code, err) == (0, []) and f"usage: mtp-jax {command}" in "\n".join(out)

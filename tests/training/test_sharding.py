@@ -157,7 +157,7 @@ found = {str(mesh): run(str(mesh), mesh=mesh) for mesh in [(1, 1, 1), *SHAPES]}
 found |= {name + str(mesh): run(name + str(mesh), mesh=mesh, **change) for name, change in changes.items() for mesh in [(1, 1, 1), (2, 2, 2), (1, 4, 2)]}
 print(json.dumps(found))
 """.replace("SHAPES", str(SHAPES))
-    found = processes.finish(processes.start(script, tmp_path, devices=8))
+    found = processes.finish(processes.start(script, tmp_path, devices=8), timeout=1500)
     assert len(found) == 17
     for name, losses in found.items():
         reference = found[name[: name.index("(")] + "(1, 1, 1)"]
