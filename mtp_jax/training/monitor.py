@@ -71,7 +71,7 @@ def log(out: Path, step: int, *, tensorboard: bool = False) -> Iterator[Callable
 
 def _board(folder: Path, step: int) -> Any:
     try:
-        import tensorboardX
+        import tensorboardX  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MonitorError("--tensorboard: needs tensorboardX: pip install 'mtp-jax[train]'") from None
     return tensorboardX.SummaryWriter(str(folder), purge_step=step + 1)
