@@ -105,7 +105,7 @@ def run(
 
 def _subset(store: features.FeatureStore, chosen: np.ndarray) -> features.FeatureStore:
     """The store as if it had been made of these sequences: each keeps its place in the arrays."""
-    return dataclasses.replace(store, offsets=store.offsets[:-1][chosen])
+    return dataclasses.replace(store, offsets=store.offsets[chosen])
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ def measure(
     config: config_lib.TrainConfig,
     put: Callable[[data.Batch], data.Batch] = lambda batch: batch,
 ) -> Acceptance:
-    """Acceptance on sequences that are one prompt and one greedy answer each.
+    """Acceptance on sequences whose answers are greedy ones.
 
     Args:
       put: brings a batch of config.batch_size rows to the devices.
@@ -105,27 +105,28 @@ def _correct(
 
 
 def walk(correct: np.ndarray, rows: np.ndarray, answer: np.ndarray) -> Acceptance:
-    """Walk one sequence.
+    """Walk one sequence, each of its answers from its first token, which the prefill chooses.
 
     Args:
       correct: [M, R], whether draft k from a row equals the text.
-      rows: [R] row numbers.
-      answer: [T], True at the answer's tokens, which end the sequence.
+      rows: [R] row numbers, ascending, and then padding.
+      answer: [T], True at the tokens of answers.
 
         answer tokens x_4..x_8, M = 2: x_4 is pending in row 3; if both drafts are right, x_5 x_6 x_7 are committed,
         x_7 is pending in row 6, and the last step can commit x_8 alone
     """
-    num_draft, length = correct.shape[0], len(answer)
-    place = {int(row): i for i, row in enumerate(rows)}
+    num_draft = correct.shape[0]
+    place = {int(rows[i]): i for i in reversed(range(len(rows)))}  # padding is row 0, and comes last
     leading = np.cumprod(correct.astype(int), axis=0).sum(axis=0)  # [R]
-    pending = int(np.flatnonzero(answer)[0])
     steps, tokens, accepted = 0, 0, np.zeros(num_draft, int)
-    while pending < length - 1:
-        # A row with one token left to write has no draft target, and so no entry: nothing of its draft is kept.
-        drafts = int(leading[place[pending - 1]]) if pending - 1 in place else 0
-        committed = min(drafts + 1, length - 1 - pending)
-        accepted[: min(drafts, committed)] += 1
-        steps, tokens, pending = steps + 1, tokens + committed, pending + committed
+    borders = np.flatnonzero(np.diff(np.concatenate([[False], answer, [False]]))).reshape(-1, 2)
+    for pending, end in borders.tolist():
+        while pending < end - 1:
+            # A row with one token left to write has no draft target, and so no entry: nothing of its draft is kept.
+            drafts = int(leading[place[pending - 1]]) if pending - 1 in place else 0
+            committed = min(drafts + 1, end - 1 - pending)
+            accepted[: min(drafts, committed)] += 1
+            steps, tokens, pending = steps + 1, tokens + committed, pending + committed
     return Acceptance(steps, tokens, accepted.tolist())
 
 

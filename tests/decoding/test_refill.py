@@ -51,7 +51,7 @@ def test_a_row_that_ends_makes_room(plain, monkeypatch):
     prompts = PROMPTS * 2
     found = dict(refill.answers(plain, prompts, GREEDY, batch_size=3, row_numbers=range(len(prompts))))
     steps = [found[index].steps for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index]))]
-    assert [state.cache.num_slots for state in loops] == sorted(state.cache.num_slots for state in loops)  # short prompts first, in few slots
+    assert [loops[0].cache.num_slots, loops[-1].cache.num_slots] == [128, 256]  # short prompts first, in few slots
     in_batches = sum(3 * max(steps[i : i + 3]) for i in range(0, len(steps), 3))
     assert sum(steps) <= 3 * refill.STEPS * len(loops) < 0.9 * in_batches, (sum(steps), 3 * refill.STEPS * len(loops), in_batches)
 

@@ -51,6 +51,19 @@ def test_a_last_token_without_a_row_is_a_step_without_drafts():
     assert walked({3: 0}, 6, 4, 2, rows=[0, 1, 2]) == walk.Acceptance(1, 1, [0, 0])
 
 
+def test_each_of_several_answers_is_walked():
+    """Answers x_2..x_4 and x_8 x_9: rows 1 (one right: x_3 x_4) and 7 (x_9); what lies between them is never written."""
+    answer = np.isin(np.arange(12), (2, 3, 4, 8, 9))
+    correct = np.zeros((2, 10), bool)
+    correct[0, 1] = True
+    assert walk.walk(correct, np.arange(10), answer) == walk.Acceptance(2, 3, [1, 0])
+
+
+def test_padding_is_not_row_0():
+    correct = np.array([[True, True, False], [True, False, False]])
+    assert walk.walk(correct, np.array([0, 1, 0]), np.arange(5) >= 1) == walk.Acceptance(1, 3, [1, 1])
+
+
 def test_rates_by_hand():
     counts = walk.Acceptance(4, 10, [3, 2, 1])
     assert counts.tokens_per_step == 2.5
