@@ -78,7 +78,7 @@ class DraftLengthFlags(DraftFlags):
 
     def __post_init__(self) -> None:
         if self.head == "none" and self.drafter == "hybrid":
-            object.__setattr__(self, "drafter", "mtp")  # nothing to copy for: --head none is the backbone alone
+            object.__setattr__(self, "drafter", "mtp")  # --head none is the backbone alone
         num_draft, short_drafts = config_lib.DRAFT_LENGTHS[self.drafter]
         if self.num_draft is None:
             object.__setattr__(self, "num_draft", num_draft)

@@ -224,15 +224,12 @@ def _batch_source(
     keys, values = head_config.layers_read, tuple(sorted(set(head_config.donors)))
     rows = sharding.rows_here(mesh, config.batch_size)
 
-    def part_here(whole: data.Batch) -> data.Batch:
-        return jax.tree.map(lambda array: array[rows], whole)
-
-    read = None if store is None else lambda whole: store.batch(part_here(whole), keys, values)
+    read = None if store is None else lambda whole: store.batch(_rows_of(whole, rows), keys, values)
     batches = pipeline.batches(examples, config, start, read=read)
 
     def next_batch() -> tuple[data.Batch, data.Batch, features_lib.Features]:
         whole, stored = next(batches)
-        batch = sharding.join_batch(part_here(whole), mesh, config.batch_size)
+        batch = _to_mesh(mesh, config.batch_size, whole)
         if stored is not None:
             return whole, batch, sharding.join_batch(stored, mesh, config.batch_size)
         features = step_lib.live_features(module, backbone.params, batch.tokens, key_layers=keys, value_layers=values, parts=config.accumulate, mesh=mesh)
@@ -244,7 +241,11 @@ def _batch_source(
 def _to_mesh(mesh: Mesh, batch_size: int, whole: data.Batch) -> data.Batch:
     """A batch that every process has whole, over the mesh."""
     rows = sharding.rows_here(mesh, batch_size)
-    return sharding.join_batch(jax.tree.map(lambda array: array[rows], whole), mesh, batch_size)
+    return sharding.join_batch(_rows_of(whole, rows), mesh, batch_size)
+
+
+def _rows_of(whole: data.Batch, rows: slice) -> data.Batch:
+    return jax.tree.map(lambda array: array[rows], whole)
 
 
 def _to_save(state: step_lib.TrainState, draft_ids: np.ndarray) -> dict[str, Any]:
