@@ -16,6 +16,7 @@ import dataclasses
 import json
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +36,50 @@ KEY_LAYERS, VALUE_LAYERS, MAX_LENGTH = (6, 12, 20, 29), (29,), 320
 BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096}
 BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 32, "max_length": MAX_LENGTH}
 
-# name -> (what changes in the head, what changes in the training, share of the training sequences)
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-    "base": ({}, {}, 1.0),
-    "pointer: off": ({"pointer": False, "pointer_donors": ()}, {}, 1.0),
-    "pointer: last layer's keys only": ({"pointer_donors": (29,)}, {}, 1.0),
-    "pointer: two": ({"pointer_heads": 2}, {}, 1.0),
-    "MLP: half as wide": ({"mlp_width": 768}, {}, 1.0),
-    "head: half as wide": ({"width": 288, "num_heads": 9, "mlp_width": 768}, {}, 1.0),
-    "query position: last": ({"query_position": "last"}, {}, 1.0),
-    "draft vocabulary: 8192": ({"draft_vocab_size": 8192}, {}, 1.0),
-    "draft vocabulary: 2048": ({"draft_vocab_size": 2048}, {}, 1.0),
-    "optimizer: AdamW 1e-3": ({}, {"optimizer": "adamw", "learning_rate": 1e-3}, 1.0),
-    "learning rate: 1e-2": ({}, {"learning_rate": 1e-2}, 1.0),
-    "learning rate: 2.5e-3": ({}, {"learning_rate": 2.5e-3}, 1.0),
-    "rows: answers only": ({}, {"rows": "answer"}, 1.0),
-    "step decay: 1.0": ({}, {"step_decay": 1.0}, 1.0),
-    "step decay: 0.6": ({}, {"step_decay": 0.6}, 1.0),
-    "trained on 2 drafts": ({}, {"num_draft": 2}, 1.0),
-    "loss: hard cross-entropy": ({}, {"loss": ("hard_ce",)}, 1.0),
-    "loss: total variation": ({}, {"loss": ("tv",)}, 1.0),
-    "loss: LK hybrid": ({}, {"loss": ("lk_hybrid",)}, 1.0),
-    "loss: 0.9 smooth-L1 of hidden states": ({}, {"loss": ("hidden:0.9", "soft_ce:0.1")}, 1.0),
-    "after a miss: drop": ({}, {"after_miss": "drop"}, 1.0),
-    "after a miss: weigh": ({}, {"after_miss": "weigh"}, 1.0),
-    "normalise: by sequence": ({}, {"normalise": "sequences"}, 1.0),
-    "data: 1/2": ({}, {}, 0.5),
-    "data: 1/4": ({}, {}, 0.25),
-    "data: 1/8": ({}, {}, 0.125),
+
+@dataclass(frozen=True)
+class Variant:
+    """What one variant changes."""
+
+    head: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    share: float = 1.0  # of the training sequences
+    task: str | None = None  # trained on this task's sequences alone
+
+
+VARIANTS: dict[str, Variant] = {
+    "base": Variant(),
+    "pointer: off": Variant(head={"pointer": False, "pointer_donors": ()}),
+    "pointer: last layer's keys only": Variant(head={"pointer_donors": (29,)}),
+    "pointer: two": Variant(head={"pointer_heads": 2}),
+    "MLP: half as wide": Variant(head={"mlp_width": 768}),
+    "head: half as wide": Variant(head={"width": 288, "num_heads": 9, "mlp_width": 768}),
+    "donors: the last layer twice": Variant(head={"donors": (29, 29)}),
+    "donors: last two layers": Variant(head={"donors": (28, 29)}),
+    "donors: four, spread": Variant(head={"donors": (6, 12, 20, 29)}),
+    "query position: last": Variant(head={"query_position": "last"}),
+    "draft vocabulary: 8192": Variant(head={"draft_vocab_size": 8192}),
+    "draft vocabulary: 16384": Variant(head={"draft_vocab_size": 16384}),
+    "draft vocabulary: 2048": Variant(head={"draft_vocab_size": 2048}),
+    "optimizer: AdamW 1e-3": Variant(train={"optimizer": "adamw", "learning_rate": 1e-3}),
+    "learning rate: 1e-2": Variant(train={"learning_rate": 1e-2}),
+    "learning rate: 2.5e-3": Variant(train={"learning_rate": 2.5e-3}),
+    "rows: answers only": Variant(train={"rows": "answer"}),
+    "step decay: 1.0": Variant(train={"step_decay": 1.0}),
+    "step decay: 0.6": Variant(train={"step_decay": 0.6}),
+    "trained on 2 drafts": Variant(train={"num_draft": 2}),
+    "loss: hard cross-entropy": Variant(train={"loss": ("hard_ce",)}),
+    "loss: total variation": Variant(train={"loss": ("tv",)}),
+    "loss: LK hybrid": Variant(train={"loss": ("lk_hybrid",)}),
+    "loss: 0.9 smooth-L1 of hidden states": Variant(train={"loss": ("hidden:0.9", "soft_ce:0.1")}),
+    "after a miss: drop": Variant(train={"after_miss": "drop"}),
+    "after a miss: weigh": Variant(train={"after_miss": "weigh"}),
+    "normalise: by sequence": Variant(train={"normalise": "sequences"}),
+    "data: 1/2": Variant(share=0.5),
+    "data: 1/4": Variant(share=0.25),
+    "data: 1/8": Variant(share=0.125),
+    "trained on smart_reply alone": Variant(task="smart_reply"),
+    "trained on proofread alone": Variant(task="proofread"),
 }
 
 
@@ -70,11 +87,15 @@ def run(
     name: str, seed: int, args: argparse.Namespace, backbone: load.LoadedBackbone, store: features.FeatureStore, train: list[Any], test: list[Any]
 ) -> dict[str, Any]:
     """Train one variant and walk it over the test rollouts."""
-    head_changes, train_changes, share = VARIANTS[name]
-    head_config = config_lib.head_config_for(backbone.config, **(BASE_HEAD | head_changes))
-    config = config_lib.TrainConfig(**(BASE_TRAIN | train_changes), steps=args.steps, seed=seed, checkpoint_every=args.steps)
-    chosen = np.random.default_rng(0).permutation(len(train))[: max(round(share * len(train)), config.batch_size)]  # the same for every seed
+    variant = VARIANTS[name]
+    head_config = config_lib.head_config_for(backbone.config, **(BASE_HEAD | variant.head))
+    config = config_lib.TrainConfig(**(BASE_TRAIN | variant.train), steps=args.steps, seed=seed, checkpoint_every=args.steps)
+    order = np.random.default_rng(0).permutation(len(train))  # the same for every seed
+    chosen = order[: max(round(variant.share * len(train)), config.batch_size)]
+    if variant.task is not None:
+        chosen = np.array([i for i in chosen if train[i].task == variant.task])
     examples, part = [train[i] for i in chosen], _subset(store, chosen)
+    stored = set(head_config.donors) <= set(VALUE_LAYERS)  # otherwise the backbone runs in every step
     folder = args.work / "runs" / f"{''.join(c if c.isalnum() else '_' for c in name)}_{seed}"
     began = time.perf_counter()
     with shared.progress(f"{name}, seed {seed}") as show:
@@ -85,7 +106,7 @@ def run(
             config,
             folder,
             resume=(folder / "run.json").exists(),
-            features=part,
+            features=part if stored else None,
             report=lambda step, values: show(step, config.steps, f"loss {values['loss']:.3f}"),
         )
     seconds = time.perf_counter() - began
@@ -97,6 +118,7 @@ def run(
     accepted = np.sum([m.accepted for m in measured.values()], axis=0).astype(int).tolist()
     return {
         "seconds": round(seconds, 1),
+        "sequences": len(examples),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
         **walk.Acceptance(steps, tokens, accepted).as_dict(),
         "tasks": {task: round(m.tokens_per_step, 4) for task, m in measured.items()},

@@ -11,16 +11,28 @@ from mtp_jax import config as config_lib
 from mtp_jax.decoding import generate
 from mtp_jax.training import data, fit
 
-# Folders whose programs run once or twice and are compared within tolerances: compiling them quickly matters more than their speed.
-QUICKLY_COMPILED = ("checkpoints", "training")
+# Programs of tests run once or twice, so compiling them quickly matters more than their speed. These files look at what the compiler
+# does when it takes its time, or at last bits and times.
+FULLY_COMPILED = (
+    "test_no_copy.py",
+    "test_early_stop.py",
+    "test_continue.py",
+    "test_exactness.py",
+    "test_layers.py",
+    "test_bench.py",
+    "test_timing.py",
+    "test_golden.py",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compilation(request):
+    """Compiles quickly, and lets go of the module's programs: each takes memory maps, of which a process may have no more than 65,530."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", request.path.parent.name in QUICKLY_COMPILED)
+    jax.config.update("jax_disable_most_optimizations", request.path.name not in FULLY_COMPILED)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -125,7 +125,7 @@ class Scripted:
     wrong_at: int = 0
     vocab_size: int = BACKBONE.vocab_size
 
-    def init(self, context: Any) -> tuple[()]:
+    def init(self, batch: int, num_slots: int) -> tuple[()]:
         return ()
 
     def draft(self, params: Any, state: tuple[()], context: Any, rules: Any) -> tuple[drafters.Proposal, tuple[()]]:
@@ -134,7 +134,7 @@ class Scripted:
         spoiled = jnp.arange(1, rules.num_draft + 1) == self.wrong_at
         return drafters.Proposal(tokens=jnp.where(spoiled, (right + 1) % self.vocab_size, right)), state
 
-    def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
+    def commit(self, params: Any, state: tuple[()], seen: drafters.Seen, context: Any) -> tuple[()]:
         return state
 
 
@@ -144,14 +144,14 @@ class Wrong:
 
     vocab_size: int = BACKBONE.vocab_size
 
-    def init(self, context: Any) -> tuple[()]:
+    def init(self, batch: int, num_slots: int) -> tuple[()]:
         return ()
 
     def draft(self, params: Any, state: tuple[()], context: Any, rules: Any) -> tuple[drafters.Proposal, tuple[()]]:
         right, _ = Scripted().draft(params, (), context, rules)
         return drafters.Proposal(tokens=(right.tokens + 1 + jnp.arange(rules.num_draft)) % self.vocab_size), state
 
-    def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
+    def commit(self, params: Any, state: tuple[()], seen: drafters.Seen, context: Any) -> tuple[()]:
         return state
 
 
@@ -161,16 +161,15 @@ class Random:
 
     few: int = BACKBONE.vocab_size  # number of tokens to choose from
 
-    def init(self, context: Any) -> dict[str, jax.Array]:
-        zeros = jnp.zeros_like(context.pending)
-        return {"steps": zeros, "kept": zeros}
+    def init(self, batch: int, num_slots: int) -> dict[str, jax.Array]:
+        return {"steps": jnp.zeros(batch, jnp.int32), "kept": jnp.zeros(batch, jnp.int32)}
 
     def draft(self, params: Any, state: Any, context: Any, rules: Any) -> tuple[drafters.Proposal, Any]:
         places = context.cache.lengths[:, None] + jnp.arange(rules.num_draft)
         return drafters.Proposal(tokens=((places * 7919 + context.pending[:, None] * 104729) // 13) % self.few), {**state, "steps": state["steps"] + 1}
 
-    def commit(self, state: Any, accepted: jax.Array, context: Any) -> Any:
-        return {**state, "kept": state["kept"] + accepted}
+    def commit(self, params: Any, state: Any, seen: drafters.Seen, context: Any) -> Any:
+        return state if seen.targets is None else {**state, "kept": state["kept"] + jnp.maximum(seen.counts - 1, 0)}
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class Watched:
     note: Callable[[Any, Any], None]
     vocab_size: int
 
-    def init(self, context: Any) -> tuple[()]:
+    def init(self, batch: int, num_slots: int) -> tuple[()]:
         return ()
 
     def draft(self, params: Any, state: tuple[()], context: Any, rules: Any) -> tuple[drafters.Proposal, tuple[()]]:
@@ -190,7 +189,7 @@ class Watched:
         jax.debug.callback(self.note, context.cache.lengths, proposal.tokens)
         return Scripted(vocab_size=self.vocab_size).draft(script, state, context, rules)
 
-    def commit(self, state: tuple[()], accepted: jax.Array, context: Any) -> tuple[()]:
+    def commit(self, params: Any, state: tuple[()], seen: drafters.Seen, context: Any) -> tuple[()]:
         return state
 
 

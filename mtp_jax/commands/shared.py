@@ -104,6 +104,8 @@ class SamplingFlags:
     """Sample among the tokens at least this share as probable as the most probable one; 0 is no limit."""
     seed: int = 0
     """Of the random numbers, when sampling."""
+    stop_tokens: Annotated[tuple[int, ...], tyro.conf.arg(metavar="ID ...", help_behavior_hint="")] = ()
+    """Token ids that end an answer. Default: the tokenizer's own."""
 
     def decode_config(self, **others: Any) -> config_lib.DecodeConfig:
         """What these flags ask of the decoder, with the fields that other flags set.
@@ -111,7 +113,8 @@ class SamplingFlags:
         Raises:
           ConfigError: a value that its rule forbids.
         """
-        return config_lib.DecodeConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed, **others)
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_tokens")
+        return config_lib.DecodeConfig(**{name: getattr(self, name) for name in names}, **others)
 
 
 @dataclass(frozen=True, kw_only=True)

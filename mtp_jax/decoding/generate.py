@@ -282,6 +282,7 @@ class Job:
             self.request,
             num_slots=self.num_slots,
             drafter=self.runtime.drafter,
+            drafter_params=self.runtime.drafter_params,
             config=self.rules,
             before=before,
             window_slots=self.window_slots,
@@ -441,13 +442,11 @@ def _decode_in_parts(job: Job, state: loop.DecodeState, times: dict[str, float])
     module, params = job.backbone
     while True:
         begin = time.perf_counter()
-        proposal, drafter_state = jax.block_until_ready(
-            loop.propose_alone(job.runtime.drafter, params, job.runtime.drafter_params, state, job.request, config=job.rules)
-        )
+        drafter, drafter_params = job.runtime.drafter, job.runtime.drafter_params
+        drafts = jax.block_until_ready(loop.propose_alone(drafter, params, drafter_params, state, job.request, config=job.rules))
         drafted = time.perf_counter()
-        state = jax.block_until_ready(
-            loop.finish_step(module, job.runtime.drafter, params, state.replace(drafter_state=drafter_state), proposal, job.request, config=job.rules)
-        )
+        proposal, state = loop.after_draft(state, *drafts)
+        state = jax.block_until_ready(loop.finish_step(module, drafter, params, drafter_params, state, proposal, job.request, config=job.rules))
         times["draft"] += drafted - begin
         times["verify"] += time.perf_counter() - drafted
         if bool(state.done.all()):

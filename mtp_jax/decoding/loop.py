@@ -90,13 +90,15 @@ def prefill(
     *,
     num_slots: int,
     drafter: drafters.Drafter | None,
+    drafter_params: Any = None,
     config: Rules,
     before: DecodeState | None = None,
     window_slots: int | None = None,
 ) -> DecodeState:
     """Run the prompts through the backbone, in chunks, and choose each row's first token.
 
-    The expensive program (`read`) does not depend on the drafter or the rules, so all share it.
+    The expensive program (`read`) does not depend on the drafter or the rules, so all share it. A drafter that keeps a state is
+    told of every chunk.
 
     Args:
       backbone: module (static); its layout is that of `backbone_params`.
@@ -108,7 +110,7 @@ def prefill(
       window_slots: R of the layers with a window (see models/cache.py); None gives them S as well.
 
     Raises:
-      ConfigError: window_slots are too few for the window and config.num_draft.
+      ConfigError: window_slots are too few for the window and config.num_draft, or the drafter's state is not in `before`.
     """
     batch, window = len(prompts), backbone.config.sliding_window
     if window is not None and window_slots is not None:
@@ -124,12 +126,48 @@ def prefill(
             cache, text = cache_lib.grow(cache, backbone.config, num_slots, window_slots), jnp.pad(text, ((0, 0), (0, num_slots - cache.num_slots)))
             for leaf in jax.tree.leaves(before.cache):
                 leaf.delete()  # as donation does; a copy, or the memory, is nobody's to keep
+    drafter_state = () if drafter is None else _drafter_state(drafter, batch, num_slots, before)
     text = _write_tokens(text, prompts, cache.lengths)
     for begin_at in range(0, prompts.shape[1], CHUNK):
         chunk = prompts[:, begin_at : begin_at + CHUNK]
         counts = jnp.clip(prompt_lengths - begin_at, 0, chunk.shape[1])
-        cache, hidden = read(backbone, backbone_params, cache, hidden, chunk, counts)
-    return begin(backbone, backbone_params, cache, hidden, text, request, drafter=drafter, config=config)
+        start = jnp.copy(cache.lengths) if jax.tree.leaves(drafter_state) else None  # the cache is donated
+        previous = hidden
+        cache, hidden, states = read(backbone, backbone_params, cache, hidden, chunk, counts)
+        if start is not None:
+            seen = drafters.Seen(start=start, counts=counts, previous=previous, hidden=states)
+            drafter_state = _tell(drafter, drafter_params, drafter_state, seen, backbone_params, cache, hidden, text, request)
+    return begin(backbone, backbone_params, cache, hidden, text, request, drafter_state, config=config)
+
+
+def _drafter_state(drafter: drafters.Drafter, batch: int, num_slots: int, before: DecodeState | None) -> Any:
+    """The drafter's state to begin with: a fresh one, or that of `before` with room for so many slots."""
+    fresh = drafter.init(batch, num_slots)
+    if before is None or not jax.tree.leaves(fresh):
+        return fresh
+    old = before.drafter_state
+    if jax.tree.structure(old) != jax.tree.structure(fresh):
+        rule = "keeps a state of its own, which a text decoded with another drafter lacks; begin again with the whole text as prompt"
+        raise config_lib.ConfigError(f"drafter={type(drafter).__name__}: {rule}")
+    return jax.tree.map(lambda leaf, like: jnp.pad(leaf, [(0, new - now) for now, new in zip(leaf.shape, like.shape, strict=True)]), old, fresh)
+
+
+@partial(jax.jit, static_argnames=("drafter",), donate_argnames=("drafter_state",))
+def _tell(
+    drafter: drafters.Drafter,
+    drafter_params: Any,
+    drafter_state: Any,
+    seen: drafters.Seen,
+    backbone_params: Any,
+    cache: cache_lib.Cache,
+    hidden: Float[Array, "B D"],
+    tokens: Int[Array, "B S+1"],
+    request: Request,
+) -> Any:
+    """`drafter.commit` of a piece of the prompts as a program of its own."""
+    pending = jnp.take_along_axis(tokens, cache.lengths[:, None], axis=1)[:, 0]
+    context = drafters.Context(tokens=tokens, pending=pending, hidden=hidden, cache=cache, backbone_params=backbone_params, keys=request.keys)
+    return drafter.commit(drafter_params, drafter_state, seen, context)
 
 
 @partial(jax.jit, static_argnames=("backbone",), donate_argnames=("cache",))
@@ -140,15 +178,16 @@ def read(
     hidden: Float[Array, "B D"],
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
-) -> tuple[cache_lib.Cache, Float[Array, "B D"]]:
-    """Append the first `counts` (0..T) tokens of each row to the cache; hidden state of each row's last token, the one given where there is none."""
+) -> tuple[cache_lib.Cache, Float[Array, "B D"], Float[Array, "B T D"]]:
+    """Append the first `counts` (0..T) tokens of each row to the cache; hidden state of each row's last token, the one given where there
+    is none, and of all of them."""
     output = backbone.apply({"params": backbone_params}, tokens, cache, counts=counts, with_logits=False)
     assert isinstance(output, backbone_lib.BackboneOutput)
     last = jnp.take_along_axis(output.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    return output.cache.replace(lengths=cache.lengths + counts), jnp.where((counts > 0)[:, None], last, hidden)
+    return output.cache.replace(lengths=cache.lengths + counts), jnp.where((counts > 0)[:, None], last, hidden), output.hidden
 
 
-@partial(jax.jit, static_argnames=("backbone", "drafter", "config"), donate_argnames=("cache", "tokens"))
+@partial(jax.jit, static_argnames=("backbone", "config"), donate_argnames=("cache", "tokens", "drafter_state"))
 def begin(
     backbone: backbone_lib.Backbone,
     backbone_params: Any,
@@ -156,11 +195,11 @@ def begin(
     hidden: Float[Array, "B D"],
     tokens: Int[Array, "B S+1"],
     request: Request,
+    drafter_state: Any = (),
     *,
-    drafter: drafters.Drafter | None,
     config: Rules,
 ) -> DecodeState:
-    """Choose each row's first token and allocate the state. Cache and text are donated."""
+    """Choose each row's first token and allocate the state. Cache, text and the drafter's state are donated."""
     batch, lengths = len(tokens), cache.lengths
     logits = backbone.apply({"params": backbone_params}, hidden[:, None], method="logits")
     assert isinstance(logits, jax.Array)
@@ -171,11 +210,11 @@ def begin(
     kept = None
     if config.keep_logits:
         kept = jnp.zeros((*tokens.shape, logits.shape[-1])).at[jnp.arange(batch), lengths].set(logits[:, 0])
-    state = DecodeState(
+    return DecodeState(
         cache=cache,
         hidden=hidden,
         done=ends[:, 0] | (lengths + 1 >= request.limits),
-        drafter_state=(),
+        drafter_state=drafter_state,
         tokens=tokens,
         stopped=ends[:, 0],
         matched=matched[:, 0],
@@ -184,9 +223,6 @@ def begin(
         drafted=jnp.zeros((batch,), jnp.int32),
         accepted=jnp.zeros((batch, config.num_draft), jnp.int32),
     )
-    if drafter is not None:
-        state = state.replace(drafter_state=drafter.init(context_of(state, backbone_params, request)))
-    return state
 
 
 @partial(jax.jit, static_argnames=("backbone", "drafter", "config"), donate_argnames=("state",))
@@ -228,13 +264,12 @@ def step(
 
     With `config.short_drafts`, the verify pass is no wider than the longest proposal needs.
     """
-    proposal, drafter_state = propose(drafter, backbone_params, drafter_params, state, request, config=config)
-    state = state.replace(drafter_state=drafter_state)
+    proposal, state = after_draft(state, *propose(drafter, backbone_params, drafter_params, state, request, config=config))
     longest = jnp.where(state.done, 0, (proposal.tokens >= 0).sum(axis=1)).max()
     previous = -1
     for width in (*config.short_drafts, config.num_draft):
         short = jax.tree.map(lambda leaf, width=width: leaf[:, :width], proposal)
-        finish = partial(finish_step, backbone, drafter, backbone_params, proposal=short, request=request, config=config)
+        finish = partial(finish_step, backbone, drafter, backbone_params, drafter_params, proposal=short, request=request, config=config)
         state = _once_if((longest > previous) & (longest <= width), finish, state) if config.short_drafts else finish(state)
         previous = width
     return state
@@ -262,6 +297,7 @@ def finish_step(
     backbone: backbone_lib.Backbone,
     drafter: drafters.Drafter | None,
     backbone_params: Any,
+    drafter_params: Any,
     state: DecodeState,
     proposal: drafters.Proposal,
     request: Request,
@@ -269,10 +305,16 @@ def finish_step(
     config: Rules,
 ) -> DecodeState:
     """The second half of `step`: verify and commit. The state is donated."""
-    new, kept = verify_and_commit(backbone, backbone_params, state, proposal, request, config=config)
+    new, seen = verify_and_commit(backbone, backbone_params, state, proposal, request, config=config)
     if drafter is not None:
-        new = new.replace(drafter_state=drafter.commit(new.drafter_state, kept, context_of(new, backbone_params, request)))
+        new = new.replace(drafter_state=drafter.commit(drafter_params, new.drafter_state, seen, context_of(new, backbone_params, request)))
     return new
+
+
+def after_draft(state: DecodeState, proposal: drafters.Proposal, drafter_state: Any) -> tuple[drafters.Proposal, DecodeState]:
+    """What `propose` gave, taken into the state: the proposal without a cache, and the state with the drafter's state and what it wrote into the cache."""
+    cache = state.cache if proposal.cache is None else proposal.cache
+    return proposal.replace(cache=None), state.replace(cache=cache, drafter_state=drafter_state)
 
 
 def propose(
@@ -286,8 +328,8 @@ def propose(
 
 def verify_and_commit(
     backbone: backbone_lib.Backbone, backbone_params: Any, state: DecodeState, proposal: drafters.Proposal, request: Request, *, config: Rules
-) -> tuple[DecodeState, Int[Array, " B"]]:
-    """One backbone pass over pending token and drafts; the new state, and how many drafts of each row were kept."""
+) -> tuple[DecodeState, drafters.Seen]:
+    """One backbone pass over pending token and drafts: the new state, and what a drafter is told of the pass."""
     drafts, num_draft = proposal.tokens, proposal.tokens.shape[1]
     block = jnp.concatenate([state.pending[:, None], jnp.maximum(drafts, 0)], axis=1)  # [B, M+1]
     output = backbone.apply({"params": backbone_params}, block, state.cache)
@@ -318,7 +360,7 @@ def verify_and_commit(
     )
     if state.logits is not None:
         new = new.replace(logits=jax.vmap(lambda row, update, at: lax.dynamic_update_slice(row, update, (at, 0)))(state.logits, output.logits, lengths + 1))
-    return new, kept
+    return new, drafters.Seen(start=lengths, counts=committed, previous=state.hidden, hidden=output.hidden, targets=targets)
 
 
 def _ends(chosen: Int[Array, "B T"], matched: Int[Array, "B N"], request: Request, config: Rules) -> tuple[Int[Array, "B T N"], Bool[Array, "B T"]]:

@@ -1,8 +1,8 @@
 """Ways to propose tokens. A drafter is three pure functions over its own state; the loop verifies what it proposes.
 
-    init(context) -> state                     after the prefill
+    init(batch, num_slots) -> state                 allocated whole; () for a drafter that keeps nothing
     draft(params, state, context, rules) -> proposal, state
-    commit(state, accepted, context) -> state  after the verify pass
+    commit(params, state, seen, context) -> state   the text has grown: by a piece of a prompt, or by a step
 
 A drafter object is a frozen dataclass: hashable, static under jit. Its arrays travel separately, as `params`.
 """
@@ -35,6 +35,21 @@ class Proposal(struct.PyTreeNode):
 
     tokens: Int[Array, "B M"]  # -1 is no proposal: nothing equals it, so it and what follows it are never kept
     probs: Float[Array, "B M V"] | None = None  # float32: the very distribution each token was drawn from; None for tokens that were not drawn
+    cache: cache_lib.Cache | None = None  # the backbone's, from a drafter that wrote into slots lengths .. lengths + M - 1 of it, and nowhere else
+
+
+class Seen(struct.PyTreeNode):
+    """What the backbone has just read of each row: T tokens of a prompt, or the M + 1 of a verify pass.
+
+    Worked row, M = 3: slots 0..4 were valid, the pass read [x_5 a b c] and kept a: start 5, counts 2 (slots 5 and 6), and the new
+    pending token is targets[1].
+    """
+
+    start: Int[Array, " B"]  # slot of the first of them
+    counts: Int[Array, " B"]  # how many of them are text now: the rest is padding, or was rejected; 0 in rows that are done
+    previous: Float[Array, "B D"]  # the backbone's state at slot start - 1; means nothing where start is 0
+    hidden: Float[Array, "B T D"]  # the same at slots start .. start + T - 1, of rejected tokens too
+    targets: Int[Array, "B T"] | None = None  # what the backbone chose after each of them; None while a prompt is read
 
 
 def pad(proposal: Proposal, num_draft: int) -> Proposal:
@@ -50,14 +65,15 @@ def pad(proposal: Proposal, num_draft: int) -> Proposal:
 class Drafter(Protocol):
     """Interface of every drafter."""
 
-    def init(self, context: Context) -> Any:
-        """State after the prefill; () when there is none."""
+    def init(self, batch: int, num_slots: int) -> Any:
+        """State before any text, for texts of up to `num_slots` slots; () when there is none, and `commit` is then not called for prompts."""
         ...
 
     def draft(self, params: Any, state: Any, context: Context, rules: config_lib.DecodeConfig) -> tuple[Proposal, Any]:
         """Propose `rules.num_draft` tokens to follow the pending one."""
         ...
 
-    def commit(self, state: Any, accepted: Int[Array, " B"], context: Context) -> Any:
-        """Drop what the verify pass rejected; `accepted` drafts of each row were kept, `context` is the new one."""
+    def commit(self, params: Any, state: Any, seen: Seen, context: Context) -> Any:
+        """Take in what became text and drop what the verify pass rejected. `context` is the new one; while a prompt is read, its `pending` is
+        the prompt's next token, or means nothing at the end of the prompt."""
         ...

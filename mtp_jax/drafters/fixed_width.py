@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
@@ -20,11 +19,11 @@ from mtp_jax import drafters
 class FixedWidth:
     """Proposes nothing."""
 
-    def init(self, context: drafters.Context) -> tuple[()]:
+    def init(self, batch: int, num_slots: int) -> tuple[()]:
         return ()
 
     def draft(self, params: Any, state: tuple[()], context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, tuple[()]]:
         return drafters.Proposal(tokens=jnp.full((len(context.pending), rules.num_draft), -1, jnp.int32)), state
 
-    def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
+    def commit(self, params: Any, state: tuple[()], seen: drafters.Seen, context: drafters.Context) -> tuple[()]:
         return state

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
 
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
@@ -28,7 +27,7 @@ class Hybrid:
     min_match: int = 3  # tokens that must have occurred before in this order for the lookup to be preferred
     head_draft: int = 4  # tokens the head drafts at most: a copy goes on being right for longer
 
-    def init(self, context: drafters.Context) -> tuple[()]:
+    def init(self, batch: int, num_slots: int) -> tuple[()]:
         return ()
 
     def draft(self, params: mtp.Params, state: tuple[()], context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, tuple[()]]:
@@ -45,5 +44,5 @@ class Hybrid:
 
         return lax.cond(use.all(), lambda: lookup, mixed), state
 
-    def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
+    def commit(self, params: mtp.Params, state: tuple[()], seen: drafters.Seen, context: drafters.Context) -> tuple[()]:
         return state

@@ -13,6 +13,7 @@ The rule is that of CALM (Schuster et al. 2022) and EAGLE-2 (Li et al. 2024), ap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ class MTPDrafter:
 
     head: head_lib.Head
 
-    def init(self, context: drafters.Context) -> tuple[()]:
+    def init(self, batch: int, num_slots: int) -> tuple[()]:
         return ()
 
     def draft(self, params: Params, state: tuple[()], context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, tuple[()]]:
@@ -59,44 +60,70 @@ class MTPDrafter:
         index_at_slots = params.vocab.index[followers]
         table = context.backbone_params["embed"]["embedding"]
 
-        token, hidden = context.pending[:, None], context.hidden[:, None]
-        draft_keys = _draft_keys(context, rules)
-        drafts, probs = [], []
-        going, confidence = jnp.ones_like(token, bool), jnp.ones(token.shape)
+        draft_keys = keys_of_drafts(context, rules)
 
-        def one_step(step: int, token: Array, hidden: Array) -> tuple[Array, Array, Array, Array | None]:
-            """Next token, the head's hidden state, the token's probability, and the distribution it was drawn from."""
+        def take(step: int, token: Array, hidden: Array) -> Step:
             output = self.head.apply({"params": params.head}, table[token], hidden, keys, values, last_slot, params.vocab.unembedding, positions)
             assert isinstance(output, head_lib.HeadOutput)
             slot_logits = head_lib.gather_slot_logits(output.logits, index_at_slots)
             mixture = head_lib.mix(output, slot_logits, followers, last_slot, pointed)
-            if draft_keys is None:
-                return head_lib.greedy(mixture, params.vocab.ids, followers), output.hidden, head_lib.highest(mixture), None
-            logits = sampling.limited(spread(mixture, params.vocab, followers), rules)  # [B, 1, V]
-            token = sampling.draw(logits, draft_keys[:, step : step + 1])
-            drawn_from = jax.nn.softmax(logits, axis=-1)
-            return token, output.hidden, jnp.take_along_axis(drawn_from, token[..., None], axis=-1)[..., 0], drawn_from
+            return output.hidden, *choose(mixture, params.vocab, followers, rules, draft_keys, step)
 
-        for step in range(rules.num_draft):
-            take = partial(one_step, step)
-            if rules.min_confidence > 0 and step > 0:  # nothing to compute once no row goes on
-                shapes = jax.eval_shape(take, token, hidden)
-                skip = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-                token, hidden, probability, drawn_from = lax.cond(going.any(), take, lambda *_, skip=skip: skip(), token, hidden)
-            else:
-                token, hidden, probability, drawn_from = take(token, hidden)
-            drafts.append(jnp.where(going, token, -1))
-            if drawn_from is not None:
-                probs.append(drawn_from)
-            confidence = confidence * probability
-            going = going & (confidence >= rules.min_confidence)
-        return drafters.Proposal(tokens=jnp.concatenate(drafts, axis=1), probs=jnp.concatenate(probs, axis=1) if probs else None), state
+        return chain(take, context.pending[:, None], context.hidden[:, None], rules)[0], state
 
-    def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
+    def commit(self, params: Any, state: tuple[()], seen: drafters.Seen, context: drafters.Context) -> tuple[()]:
         return state
 
 
-def _draft_keys(context: drafters.Context, rules: config_lib.DecodeConfig) -> Array | None:
+Step = tuple[Any, Array, Array, Array | None]  # what the next draft step takes over; token [B, 1], its probability, and the distribution it was drawn from
+
+
+def chain(
+    take: Callable[[int, Array, Any], Step], token: Int[Array, "B 1"], carry: Any, rules: config_lib.DecodeConfig, *, skip: bool = True
+) -> tuple[drafters.Proposal, Any]:
+    """Draft rules.num_draft tokens, each from the one before; the proposal, and what the last step leaves.
+
+    Args:
+      take: a draft step: (its number from 0, newest token, what the step before left) -> Step.
+      token: the pending one.
+      carry: what the first step takes over.
+      skip: with min_confidence, compute no further step once no row goes on. Not for steps that write into large arrays: on CPU
+        a branch copies them.
+    """
+    drafts, probs = [], []
+    going, confidence = jnp.ones_like(token, bool), jnp.ones(token.shape)
+    for number in range(rules.num_draft):
+        step = partial(take, number)
+        if skip and rules.min_confidence > 0 and number > 0:
+            nothing = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(step, token, carry))
+            carry, token, probability, drawn_from = lax.cond(going.any(), step, lambda *_, nothing=nothing: nothing(), token, carry)
+        else:
+            carry, token, probability, drawn_from = step(token, carry)
+        drafts.append(jnp.where(going, token, -1))
+        if drawn_from is not None:
+            probs.append(drawn_from)
+        confidence = confidence * probability
+        going = going & (confidence >= rules.min_confidence)
+    return drafters.Proposal(tokens=jnp.concatenate(drafts, axis=1), probs=jnp.concatenate(probs, axis=1) if probs else None), carry
+
+
+def choose(
+    mixture: head_lib.Mixture, vocab: head_lib.DraftVocab, followers: Int[Array, "B S"], rules: config_lib.DecodeConfig, keys: Array | None, number: int
+) -> tuple[Int[Array, "B 1"], Float[Array, "B 1"], Float[Array, "B 1 V"] | None]:
+    """The draft: the most probable token, or one drawn with `keys` [B, M]; its probability, and the distribution it was drawn from.
+
+    Args:
+      number: of the draft step, from 0.
+    """
+    if keys is None:
+        return head_lib.greedy(mixture, vocab.ids, followers), head_lib.highest(mixture), None
+    logits = sampling.limited(spread(mixture, vocab, followers), rules)  # [B, 1, V]
+    token = sampling.draw(logits, keys[:, number : number + 1])
+    drawn_from = jax.nn.softmax(logits, axis=-1)
+    return token, jnp.take_along_axis(drawn_from, token[..., None], axis=-1)[..., 0], drawn_from
+
+
+def keys_of_drafts(context: drafters.Context, rules: config_lib.DecodeConfig) -> Array | None:
     """Keys [B, M] to draw the drafts with; None where drafts are greedy."""
     if not rules.by_rejection:
         return None

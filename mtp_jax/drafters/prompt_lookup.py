@@ -24,14 +24,14 @@ class PromptLookup:
 
     max_match: int = 3  # longer matches count as this long; among equals the latest wins
 
-    def init(self, context: drafters.Context) -> tuple[()]:
+    def init(self, batch: int, num_slots: int) -> tuple[()]:
         return ()
 
     def draft(self, params: Any, state: tuple[()], context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, tuple[()]]:
         tokens, found = lookup(context.tokens, context.cache.lengths, self.max_match, rules.num_draft)
         return drafters.Proposal(tokens=jnp.where(found[:, None] > 0, tokens, -1)), state
 
-    def commit(self, state: tuple[()], accepted: Int[Array, " B"], context: drafters.Context) -> tuple[()]:
+    def commit(self, params: Any, state: tuple[()], seen: drafters.Seen, context: drafters.Context) -> tuple[()]:
         return state
 
 

@@ -35,14 +35,14 @@ FILTERS = {"none": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.75}, "min_p":
 class Guess:
     """Drafts that follow from the text: any token, and now and then none."""
 
-    def init(self, context):
+    def init(self, batch, num_slots):
         return ()
 
     def draft(self, params, state, context, rules):
         places = context.cache.lengths[:, None] + jnp.arange(rules.num_draft)
         return drafters.Proposal(tokens=(places * 7 + context.pending[:, None] * 4) % (V + 1) - 1), state
 
-    def commit(self, state, accepted, context):
+    def commit(self, params, state, seen, context):
         return state
 
 
@@ -160,7 +160,7 @@ class Named:
 
     name: str
 
-    def commit(self, state, accepted, context):
+    def commit(self, params, state, seen, context):
         return state
 
 
@@ -169,7 +169,7 @@ def step_by_step(runtime, name, change=lambda proposal: proposal):
     (state, request), rules = prefilled(runtime, RULES), loop.rules_of(RULES, M)
     while not state.done.all():
         proposal, _ = loop.propose_alone(runtime.drafter, runtime.prefill_params, runtime.drafter_params, state, request, config=rules)
-        state = loop.finish_step(runtime.prefill_module, Named(name), runtime.prefill_params, state, change(proposal), request, config=rules)
+        state = loop.finish_step(runtime.prefill_module, Named(name), runtime.prefill_params, None, state, change(proposal), request, config=rules)
     return counted(state)[0]
 
 
@@ -268,7 +268,7 @@ def test_a_draft_is_kept_as_often_as_the_distributions_overlap(runtime, logits, 
     )
     expected = np.array([np.minimum(p, q[0, 0]).sum(), both])
     copy = jax.tree.map(jnp.copy, state)  # it is donated
-    new = loop.finish_step(runtime.prefill_module, Named("own"), runtime.prefill_params, copy, proposal, asked, config=loop.rules_of(rules, M))
+    new = loop.finish_step(runtime.prefill_module, Named("own"), runtime.prefill_params, None, copy, proposal, asked, config=loop.rules_of(rules, M))
     share = np.asarray(new.accepted).mean(axis=0)
     assert (ROWS * divergence(share, expected)).max() < np.log(2 * M / 1e-6)
     assert abs(p[q[0, 0].argmax()] - expected[0]) > 0.02, "keeping the most probable draft would look the same"

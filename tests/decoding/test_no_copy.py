@@ -154,6 +154,6 @@ def test_the_detector_sees_a_cache_that_is_not_updated_in_place(batch):
 
 def test_the_head_and_the_backbone_share_the_cache(runtime):
     """The drafter's state is empty, and its parameters hold nothing of the cache's size."""
-    assert runtime.drafter.init(None) == ()
+    assert runtime.drafter.init(1, S) == ()
     assert generate.Runtime.drafter_bytes(runtime)["state"] == 0
     assert cache.empty(fakes.BACKBONE, 1, S).num_slots == S

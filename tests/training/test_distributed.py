@@ -48,6 +48,7 @@ def both(tmp_path_factory):
     return processes.finish(processes.start(TWO.replace("MESH", "(1, 1, 1)"), folder / "one")), two, folder
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(both):
     """Stopped and resumed on the way, from a checkpoint that both wrote."""
     one, two, _ = both
@@ -57,6 +58,7 @@ def test_two_processes_have_the_losses_of_one(both):
         np.testing.assert_allclose(found["losses"], one["losses"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_own_rows(both):
     one, two, _ = both
     whole = one["whole"]
@@ -65,6 +67,7 @@ def test_each_process_reads_its_own_rows(both):
     assert all(found["shape"] == one["shape"] for found in two)
 
 
+@pytest.mark.slow
 def test_one_process_writes_and_all_are_refused_together(both):
     one, two, folder = both
     for found in (one, two[0]):

@@ -122,6 +122,7 @@ def assert_same_run(out, unbroken):
     assert weights[0] == weights[1] != {}
 
 
+@pytest.mark.slow
 def test_killed_while_a_checkpoint_is_written_and_right_after(unbroken, environment, tmp_path):
     """Once between the beginning and the end of a write, once when the checkpoint has just got its name, and what follows it has not been written."""
     out = tmp_path / "run"
