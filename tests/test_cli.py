@@ -243,12 +243,13 @@ def test_sampling_flags_reach_the_decoder(files, run, monkeypatch, tmp_path, com
         monkeypatch.setattr(module, name, stop)
     places = {"PROMPTS": files / "prompts.jsonl", "OUT": tmp_path / "out.jsonl"}
     args = [command, *(places.get(arg, arg) for arg in COMMANDS[command]), "--backbone", files / "backbone", "--max-new-tokens", "9"]
-    args += ["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1", "--seed", "4"]
+    args += ["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1", "--seed", "4", "--stop-tokens", "5", "7"]
     drafting = command != "rollout"
-    assert run(*args, *(["--head", files / "head", "--num-draft", "2", "--accept", "rejection"] if drafting else []))[0] == 130
+    assert run(*args, *(["--head", files / "head", "--num-draft", "2", "--accept", "rejection", "--window-cache", "ring"] if drafting else []))[0] == 130
     (config,) = seen
     assert (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.min_p, config.seed) == (9, 0.7, 5, 0.9, 0.1, 4)
-    assert (config.num_draft, config.accept) == ((2, "rejection") if drafting else (0, "match"))
+    assert config.stop_tokens == (5, 7)
+    assert (config.num_draft, config.accept, config.window_cache) == ((2, "rejection", "ring") if drafting else (0, "match", "full"))
 
 
 def _cut(source, target):

@@ -36,7 +36,7 @@ class Evaluate(shared.SampledDraftFlags):
         shared.check_positive(batch_size=self.batch_size, limit=1 if self.limit is None else self.limit)
         if not self.prompts:
             raise shared.UsageError("--prompts: give at least one file")
-        config = self.decode_config(max_new_tokens=self.max_new_tokens, accept=self.accept, min_confidence=self.min_confidence, **self.draft_lengths())
+        config = self.draft_config(max_new_tokens=self.max_new_tokens)
         prompts = prompts_lib.read(self.prompts, limit=self.limit)
         backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
         from mtp_jax.evaluation import acceptance

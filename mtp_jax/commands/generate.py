@@ -36,9 +36,7 @@ class Generate(shared.SampledDraftFlags):
     def run(self) -> dict[str, Any]:
         """Returns the JSON document; prints the texts unless --json."""
         texts = self._texts()
-        config = self.decode_config(
-            max_new_tokens=self.max_new_tokens, accept=self.accept, min_confidence=self.min_confidence, stop_strings=self.stop, **self.draft_lengths()
-        )
+        config = self.draft_config(max_new_tokens=self.max_new_tokens, stop_strings=self.stop)
         backbone, head = shared.load_both(self.backbone, self.head, self.drafter)
         shared.say("compiling, then decoding ...")
         if len(texts) == 1 and not self.json and sys.stdout.isatty():

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -127,6 +127,13 @@ class SampledDraftFlags(DraftLengthFlags, SamplingFlags):
     Which keeps more depends on head and temperature."""
     min_confidence: float = 0.0
     """Let the head draft no further in a step once the product of its drafts' probabilities is below this; 0 is always as many as it may."""
+    window_cache: Literal["full", "ring"] = "full"
+    """Slots of layers with a sliding window: as many as the text has tokens, or a ring of little more than the window. Same output; a ring needs
+    less memory for long texts."""
+
+    def draft_config(self, **others: Any) -> config_lib.DecodeConfig:
+        """`decode_config` with the flags of drafting as well."""
+        return self.decode_config(accept=self.accept, min_confidence=self.min_confidence, window_cache=self.window_cache, **self.draft_lengths(), **others)
 
 
 def say(text: str) -> None:
