@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +143,27 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Every variant's tokens per step against the base's, and the curve over the share of the training data."""
+    from matplotlib import pyplot
+
+    means = {name: float(np.mean([run["tokens_per_step"] for run in runs.values()])) for name, runs in result["variants"].items() if runs}
+    shares = {VARIANTS[name].share: mean for name, mean in means.items() if VARIANTS[name].share < 1} | {1.0: means["base"]}
+    others = {name: mean - means["base"] for name, mean in means.items() if name != "base" and VARIANTS[name].share == 1}
+    figure, (bars, curve) = pyplot.subplots(1, 2, figsize=(11, 0.28 * len(others) + 1.5), width_ratios=(3, 2), layout="constrained")
+    ranked = sorted(others, key=others.__getitem__)
+    bars.barh(ranked, [others[name] for name in ranked], color=["tab:green" if others[name] > 0 else "tab:red" for name in ranked])
+    bars.axvline(0, color="black", linewidth=0.8)
+    bars.set_xlabel(f"tokens per step against the base's {means['base']:.2f}")
+    curve.plot(sorted(shares), [shares[share] for share in sorted(shares)], marker="o")
+    curve.set_xscale("log", base=2)
+    curve.set_xlabel(f"share of {result['settings']['train_data']['sequences']:,} training sequences")
+    curve.set_ylabel("tokens per step")
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as file:
+        figure.savefig(file.name)
+    Path(file.name).replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=Path, nargs="+", required=True)
@@ -154,9 +176,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], metavar="VARIANT", help="default: all")
     parser.add_argument("--table", action="store_true", help="print the result file as Markdown and do nothing else")
+    parser.add_argument("--plot", type=Path, help="draw the result file into this .svg or .png and do nothing else (needs matplotlib)")
     args = parser.parse_args()
-    if args.table:
-        print(markdown(json.loads(args.out.read_text())))
+    if args.table or args.plot:
+        result = json.loads(args.out.read_text())
+        if args.plot:
+            plot(result, args.plot)
+        if args.table:
+            print(markdown(result))
         return 0
     unknown = [name for name in args.only if name not in VARIANTS]
     if unknown:
