@@ -19,9 +19,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 LayerType = Literal["full", "sliding"]
-DrafterName = Literal["mtp", "prompt_lookup", "hybrid"]
+BaselineKind = Literal["standalone", "eagle", "deepseek", "own_cache", "medusa"]
+DrafterName = Literal["mtp", "prompt_lookup", "hybrid", "standalone", "eagle", "deepseek", "own_cache", "medusa", "early_exit", "jacobi"]
+HEADLESS: tuple[DrafterName, ...] = ("prompt_lookup", "early_exit", "jacobi")  # drafters without anything trained
 # num_draft and short_drafts that suit each: a head is right about four times in a row at best, a copy for as long as it goes on.
-DRAFT_LENGTHS: dict[DrafterName, tuple[int, tuple[int, ...]]] = {"mtp": (4, ()), "prompt_lookup": (10, (0,)), "hybrid": (10, (4,))}
+DRAFT_LENGTHS: dict[DrafterName, tuple[int, tuple[int, ...]]] = {
+    "mtp": (4, ()),
+    "prompt_lookup": (10, (0,)),
+    "hybrid": (10, (4,)),
+    "standalone": (4, ()),
+    "eagle": (4, ()),
+    "deepseek": (4, ()),
+    "own_cache": (4, ()),
+    "medusa": (4, ()),
+    "early_exit": (4, ()),
+    "jacobi": (8, ()),
+}
 AcceptRule = Literal["match", "rejection"]
 Activation = Literal["silu", "gelu_tanh"]
 LossName = Literal["hard_ce", "soft_ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "hidden"]
@@ -295,20 +308,18 @@ class HeadConfig:
         return len(self.donors)
 
     @property
+    def drafter(self) -> DrafterName:
+        """Who drafts with such a head; the hybrid can, too."""
+        return "mtp"
+
+    @property
     def layers_read(self) -> tuple[int, ...]:
         """Backbone layers whose K/V this head reads, in ascending order."""
         return tuple(sorted(set(self.donors) | set(self.pointer_donors)))
 
     def check_fits(self, backbone: BackboneConfig) -> None:
         """Raise ConfigError unless a head of this shape can read a backbone of that shape."""
-        _require(self.backbone_width == backbone.width, "backbone_width", self.backbone_width, f"this backbone's width is {backbone.width}")
-        _require(
-            self.backbone_vocab_size == backbone.vocab_size,
-            "backbone_vocab_size",
-            self.backbone_vocab_size,
-            f"this backbone's vocabulary is {backbone.vocab_size}",
-        )
-        _require(self.backbone_layers == backbone.num_layers, "backbone_layers", self.backbone_layers, f"this backbone has {backbone.num_layers} layers")
+        _check_backbone(self, backbone)
         for name in ("donors", "pointer_donors"):
             for donor in getattr(self, name):
                 rule = f"layer {donor} has no K/V of its own; the last layer that has is {backbone.num_kv_layers - 1}"
@@ -316,6 +327,18 @@ class HeadConfig:
         for donor in self.donors:
             heads = backbone.kv_heads_of(donor)
             _require(self.num_heads % heads == 0, "num_heads", self.num_heads, f"must be a multiple of the donor's num_kv_heads={heads}")
+
+
+def _check_backbone(head: HeadConfig | BaselineConfig, backbone: BackboneConfig) -> None:
+    """Raise ConfigError unless `backbone` has the shape that the head was made for."""
+    _require(head.backbone_width == backbone.width, "backbone_width", head.backbone_width, f"this backbone's width is {backbone.width}")
+    _require(
+        head.backbone_vocab_size == backbone.vocab_size,
+        "backbone_vocab_size",
+        head.backbone_vocab_size,
+        f"this backbone's vocabulary is {backbone.vocab_size}",
+    )
+    _require(head.backbone_layers == backbone.num_layers, "backbone_layers", head.backbone_layers, f"this backbone has {backbone.num_layers} layers")
 
 
 def head_config_for(backbone: BackboneConfig, **changes: Any) -> HeadConfig:
@@ -359,6 +382,115 @@ def assistant_head_config_for(backbone: BackboneConfig, width: int = 256, **chan
     return head_config_for(backbone, **(defaults | changes))
 
 
+_LAYER = ("width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")
+_PARTS: dict[BaselineKind, tuple[str, ...]] = {
+    "standalone": (*_LAYER, "num_layers"),
+    "eagle": _LAYER,
+    "deepseek": _LAYER,
+    "own_cache": _LAYER,
+    "medusa": ("num_draft",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineConfig:
+    """Shape of a draft model that the MTP head is compared with (models/baselines.py). None of them reads the backbone's K/V.
+
+    A number that a kind has no use for is 0.
+    """
+
+    kind: BaselineKind
+    draft_vocab_size: int  # C: tokens it scores
+    backbone_width: int  # D; with the next two, the shape this draft model fits
+    backbone_vocab_size: int
+    backbone_layers: int
+    width: int = 0  # W; of eagle and deepseek, that of the backbone
+    mlp_width: int = 0
+    num_heads: int = 0  # this and the next two: of its own attention
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    num_layers: int = 0  # standalone only; others have one
+    num_draft: int = 0  # medusa only: heads it has, one per drafted token
+    pointer_heads: int = 0  # own_cache only: independent pointers; 0 is none
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _require(self.kind in get_args(BaselineKind), "kind", self.kind, f"must be one of {', '.join(get_args(BaselineKind))}")
+        _require_positive(self, "draft_vocab_size", "backbone_width", "backbone_vocab_size", "backbone_layers", *_PARTS[self.kind])
+        for name in {"num_layers", "num_draft", *_LAYER} - set(_PARTS[self.kind]):
+            _require(getattr(self, name) == 0, name, getattr(self, name), f"must be 0: {self.kind} has no such part")
+        _require(self.pointer_heads >= 0, "pointer_heads", self.pointer_heads, "must not be negative; 0 is none")
+        _require(self.pointer_heads == 0 or self.kind == "own_cache", "pointer_heads", self.pointer_heads, f"must be 0: {self.kind} has no pointer")
+        if self.kind != "medusa":
+            _require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, f"must be a multiple of num_kv_heads={self.num_kv_heads}")
+            _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even (rotary embedding turns pairs)")
+        if self.kind in ("eagle", "deepseek"):  # their output goes into the backbone's unembedding
+            _require(self.width == self.backbone_width, "width", self.width, f"must be the backbone's, {self.backbone_width}, with kind={self.kind!r}")
+        size, all_tokens = self.draft_vocab_size, self.backbone_vocab_size
+        _require(size <= all_tokens, "draft_vocab_size", size, f"must not exceed the backbone's vocabulary of {all_tokens}")
+        rule = f"must be the backbone's vocabulary, {all_tokens}: a standalone model has its own table of all tokens"
+        _require(self.kind != "standalone" or size == all_tokens, "draft_vocab_size", size, rule)
+
+    @property
+    def drafter(self) -> DrafterName:
+        """Who drafts with it."""
+        return self.kind
+
+    @property
+    def donors(self) -> tuple[int, ...]:
+        """Backbone layers whose K/V it attends to: none."""
+        return ()
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """Backbone layers whose keys it reads: none."""
+        return ()
+
+    def check_fits(self, backbone: BackboneConfig) -> None:
+        """Raise ConfigError unless a draft model of this shape can read a backbone of that shape."""
+        _check_backbone(self, backbone)
+
+    def check_trains(self, training: TrainConfig) -> None:
+        """Raise ConfigError for a run that a draft model of this kind can't be trained in."""
+        _require(training.mesh == (1, 1, 1), "mesh", training.mesh, f"must be (1, 1, 1): {self.kind} is trained on one device")
+        if self.kind == "medusa":
+            _require(training.num_draft <= self.num_draft, "num_draft", training.num_draft, f"must be at most {self.num_draft}, the heads there are")
+        hidden = "hidden" in dict(loss_terms(training.loss))
+        rule = "must not have the term hidden: a standalone model does not estimate the backbone's hidden states"
+        _require(self.kind != "standalone" or not hidden, "loss", training.loss, rule)
+
+
+def baseline_config_for(backbone: BackboneConfig, kind: BaselineKind, **changes: Any) -> BaselineConfig:
+    """The default of its kind: one layer as wide as the backbone's, with heads as its have; a standalone model two, half as wide, and over all
+    tokens; Medusa four heads."""
+    defaults: dict[str, Any] = dict(
+        kind=kind,
+        draft_vocab_size=backbone.vocab_size if kind == "standalone" else min(8192, backbone.vocab_size),
+        backbone_width=backbone.width,
+        backbone_vocab_size=backbone.vocab_size,
+        backbone_layers=backbone.num_layers,
+        norm_eps=backbone.norm_eps,
+    )
+    if kind == "medusa":
+        defaults |= {"num_draft": 4}
+    else:
+        share = 2 if kind == "standalone" else 1
+        defaults |= dict(
+            width=backbone.width // share,
+            mlp_width=backbone.mlp_width // share,
+            num_heads=backbone.num_heads,
+            num_kv_heads=backbone.num_kv_heads,
+            head_dim=backbone.head_dim,
+        )
+    if kind == "standalone":
+        defaults |= {"num_layers": 2}
+    if kind == "own_cache":
+        defaults |= {"pointer_heads": 1}
+    config = BaselineConfig(**(defaults | changes))
+    config.check_fits(backbone)
+    return config
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """What one call of the decoder may produce."""
@@ -378,6 +510,7 @@ class DecodeConfig:
     min_confidence: float = 0.0  # propose no more once the product of the drafts' probabilities is below; 0 is always num_draft
     # Steps whose proposals are no longer than one of these (ascending, below num_draft) have a verify pass of that many drafts.
     short_drafts: tuple[int, ...] = ()
+    exit_layer: int = 0  # layers of the backbone that the early_exit drafter runs; 0 is half of them
     keep_logits: bool = False  # keep the logits that every new token was chosen from (memory: 4 bytes x vocabulary x slots a row)
 
     def __post_init__(self) -> None:
@@ -402,6 +535,7 @@ class DecodeConfig:
         _require(
             not self.short_drafts or ascending, "short_drafts", self.short_drafts, f"must be ascending numbers from 0 to num_draft - 1 = {self.num_draft - 1}"
         )
+        _require(isinstance(self.exit_layer, int) and self.exit_layer >= 0, "exit_layer", self.exit_layer, "must be an integer of at least 0")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]; 0 is no limit")
         _require(self.window_cache in ("full", "ring"), "window_cache", self.window_cache, "must be 'full' or 'ring'")
         _require(self.accept in get_args(AcceptRule), "accept", self.accept, f"must be one of {', '.join(get_args(AcceptRule))}")
@@ -505,14 +639,17 @@ def from_dict(kind: type, values: dict[str, Any], *, where: str) -> Any:
 
 __all__ = [
     "BackboneConfig",
+    "BaselineConfig",
     "ConfigError",
     "DRAFT_LENGTHS",
+    "HEADLESS",
     "DecodeConfig",
     "HeadConfig",
     "Rope",
     "RopeScaling",
     "TrainConfig",
     "assistant_head_config_for",
+    "baseline_config_for",
     "from_dict",
     "head_config_for",
     "loss_terms",

@@ -16,6 +16,7 @@ from mtp_jax import drafters
 from mtp_jax.checkpoints import load
 from mtp_jax.decoding import generate
 from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import forms
 from mtp_jax.models import head as head_lib
 
 # No two axes have one size, heads are grouped, head_dim is not width / heads, and texts of the tests are longer than the window.
@@ -109,6 +110,19 @@ def head(loaded: load.LoadedBackbone, config: config_lib.HeadConfig = HEAD, *, s
     return load.LoadedHead("random", config, params, ids.astype(np.int32), loaded.fingerprint)
 
 
+def baseline(loaded: load.LoadedBackbone, kind: config_lib.BaselineKind, *, seed: int = 1, **changes: Any) -> load.LoadedHead:
+    """A random draft model of this kind; like the backbone's, its attention is grouped, and of another shape."""
+    if kind != "medusa":
+        changes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 10} | changes
+    if kind != "standalone":
+        changes = {"draft_vocab_size": 24} | changes
+    config = config_lib.baseline_config_for(loaded.config, kind, **changes)
+    shapes = jax.eval_shape(lambda: forms.init_params(config, loaded.config, jax.random.key(0)))
+    params = random_like(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes), seed, gain=1.5)
+    ids = np.sort(np.random.default_rng(seed).permutation(config.backbone_vocab_size)[: config.draft_vocab_size])
+    return load.LoadedHead("random", config, params, ids.astype(np.int32), loaded.fingerprint)
+
+
 def prompts(*lengths: int, seed: int = 5, vocab_size: int = BACKBONE.vocab_size) -> list[list[int]]:
     """Random prompts of these lengths."""
     rng = np.random.default_rng(seed)
@@ -174,30 +188,33 @@ class Random:
 
 @dataclass(frozen=True)
 class Watched:
-    """Drafts with `inner` and shows it, [B] lengths and [B, M] drafts, to `note`; what it proposes is `Scripted`'s. `params` are those of both."""
+    """Drafts with `inner` and shows it, [B] lengths and [B, M] drafts, to `note`; what it proposes is `Scripted`'s. `params` are those of both.
+
+    Without a script (`params` has None in its place) it proposes what `inner` does.
+    """
 
     inner: Any
     note: Callable[[Any, Any], None]
     vocab_size: int
 
-    def init(self, batch: int, num_slots: int) -> tuple[()]:
-        return ()
+    def init(self, batch: int, num_slots: int) -> Any:
+        return self.inner.init(batch, num_slots)
 
-    def draft(self, params: Any, state: tuple[()], context: Any, rules: Any) -> tuple[drafters.Proposal, tuple[()]]:
+    def draft(self, params: Any, state: Any, context: Any, rules: Any) -> tuple[drafters.Proposal, Any]:
         script, own = params
-        proposal, _ = self.inner.draft(own, (), context, rules)
+        proposal, state = self.inner.draft(own, state, context, rules)
         jax.debug.callback(self.note, context.cache.lengths, proposal.tokens)
-        return Scripted(vocab_size=self.vocab_size).draft(script, state, context, rules)
+        return proposal if script is None else Scripted(vocab_size=self.vocab_size).draft(script, (), context, rules)[0], state
 
-    def commit(self, params: Any, state: tuple[()], seen: drafters.Seen, context: Any) -> tuple[()]:
-        return state
+    def commit(self, params: Any, state: Any, seen: drafters.Seen, context: Any) -> Any:
+        return self.inner.commit(params[1], state, seen, context)
 
 
 def drafts_in_the_loop(runtime: generate.Runtime, texts: np.ndarray, prompt_length: int, gaps: list[list[int]]) -> dict[tuple[int, int], list[int]]:
     """What the runtime's drafter drafts in the decode loop, by row and number of slots, where a script decides how much is kept.
 
     Args:
-      runtime: of the backbone, and a drafter without a state of its own.
+      runtime: of the backbone, and a drafter whose state does not depend on what it proposed itself.
       texts: [B, L] prompts and what the backbone writes after them.
       prompt_length: of every row.
       gaps: by row, how many tokens each step commits, 1..M + 1; M is the largest less 1, and L - prompt_length - 1 their sum.

@@ -98,17 +98,17 @@ def write(out: Path, head: heads.LoadedHead, backbone: LoadedBackbone, dtype: st
       CheckpointError: the head hasn't this form, or a value isn't finite in dtype.
       OSError: something is at `out`.
     """
-    problem = obstacle(head.config, backbone.config)
+    problem = obstacle(head.mtp_config, backbone.config)
     if problem:
         raise errors.CheckpointError(f"head {head.name!r} can't be written as an assistant: {problem}")
-    leaves, table = heads.flatten(head.params), _table(head.config, backbone.config, head.draft_ids)
+    leaves, table = heads.flatten(head.params), _table(head.mtp_config, backbone.config, head.draft_ids)
     tensors: dict[str, np.ndarray] = {}
     for name, entry in table.entries.items():
         leaf = np.asarray(leaves["/".join(entry.path)])
         stored = leaf.T if entry.path[-1] == "kernel" else leaf
         by_entry = entry.path[0] in ("unembed", "table")  # rows in the order of the draft vocabulary; files have that of the ids
         tensors[name] = stored[np.argsort(head.draft_ids)] if by_entry else stored
-    if head.config.output == "centroids":
+    if head.mtp_config.output == "centroids":
         tensors[_ORDER] = head.draft_ids.astype(np.int64)
     data = heads.serialise(tensors, dtype, str(out / TENSORS), {"format": "pt"})  # transformers asks for this entry
     text = json.dumps(_config_json(head, backbone, dtype), indent=1) + "\n"
@@ -261,7 +261,7 @@ def _table(config: config_lib.HeadConfig, backbone: config_lib.BackboneConfig, i
 
 def _config_json(head: heads.LoadedHead, backbone: LoadedBackbone, dtype: str) -> dict[str, Any]:
     """config.json of a head that has the form."""
-    config, bb = head.config, backbone.config
+    config, bb = head.mtp_config, backbone.config
     kinds = [bb.layer_types[donor] for donor in config.donors]
     rope: dict[str, Any] = {}
     for kind in sorted({*kinds, "full", "sliding"}):

@@ -1,4 +1,5 @@
-"""Trained MTP heads on disk: a folder with head.safetensors (parameters and draft vocabulary) and head.json (everything else).
+"""Trained heads on disk: a folder with head.safetensors (parameters and draft vocabulary) and head.json (everything else; the config of a
+baseline has its `kind`).
 
 Folders in the layout of Gemma 4's assistants load as heads, too; see assistant.py.
 
@@ -38,12 +39,23 @@ class LoadedHead:
     """A trained head."""
 
     name: str
-    config: config_lib.HeadConfig
-    params: dict[str, Any]  # nested dict of float32 arrays in the plain layout; shapes from `models.head.param_shapes`
+    config: config_lib.HeadConfig | config_lib.BaselineConfig
+    params: dict[str, Any]  # nested dict of float32 arrays in the plain layout; shapes from `models.forms.param_shapes`
     draft_ids: np.ndarray  # int32 [C]: draft vocabulary entry -> token id, each id once
     fingerprint: str  # of the backbone it was trained on
     backbone_name: str = ""  # for people; the fingerprint decides
     card: dict[str, Any] = field(default_factory=dict)  # JSON-ready: how it was trained, what it reached, licence
+
+    @property
+    def mtp_config(self) -> config_lib.HeadConfig:
+        """The config, of an MTP head.
+
+        Raises:
+          CheckpointError: it is a baseline's draft model.
+        """
+        if isinstance(self.config, config_lib.BaselineConfig):
+            raise errors.CheckpointError(f"head {self.name!r}: kind={self.config.kind!r}: must be an MTP head here, and not a baseline's draft model")
+        return self.config
 
 
 def save_head(folder: str | Path, head: LoadedHead, *, dtype: str = "float32") -> Path:
@@ -130,7 +142,8 @@ def load_head(name_or_path: str | Path, backbone: LoadedBackbone, *, any_backbon
     for key, kind in (("name", str), ("backbone", dict), ("sha256", str), ("config", dict)):
         if not isinstance(record.get(key), kind):
             raise errors.DamagedFile(f"{path}: {key}={record.get(key)!r}: must be a {kind.__name__}")
-    config = config_lib.from_dict(config_lib.HeadConfig, record["config"], where=str(path))
+    kind = config_lib.BaselineConfig if "kind" in record["config"] else config_lib.HeadConfig
+    config: config_lib.HeadConfig | config_lib.BaselineConfig = config_lib.from_dict(kind, record["config"], where=str(path))
     config.check_fits(backbone.config)
     trained_on = record["backbone"].get("fingerprint")
     if trained_on != backbone.fingerprint and not any_backbone:
@@ -208,8 +221,10 @@ def _read_tensors(path: Path, sha256: str) -> dict[str, np.ndarray]:
         raise errors.DamagedFile(f"{path}: not a safetensors file: {error}") from error
 
 
-def _check_shapes(tensors: dict[str, np.ndarray], config: config_lib.HeadConfig, backbone: config_lib.BackboneConfig, where: str) -> None:
-    from mtp_jax.models.head import param_shapes
+def _check_shapes(
+    tensors: dict[str, np.ndarray], config: config_lib.HeadConfig | config_lib.BaselineConfig, backbone: config_lib.BackboneConfig, where: str
+) -> None:
+    from mtp_jax.models.forms import param_shapes
 
     expected = param_shapes(config, backbone)
     for name in sorted(set(expected) | set(tensors)):
@@ -221,7 +236,7 @@ def _check_shapes(tensors: dict[str, np.ndarray], config: config_lib.HeadConfig,
             raise errors.MisshapenTensor(f"{where}: tensor {name!r} has shape {list(tensors[name].shape)}; the config implies {list(expected[name])}")
 
 
-def _check_draft_ids(draft_ids: np.ndarray, config: config_lib.HeadConfig, where: str) -> None:
+def _check_draft_ids(draft_ids: np.ndarray, config: config_lib.HeadConfig | config_lib.BaselineConfig, where: str) -> None:
     if draft_ids.shape != (config.draft_vocab_size,) or draft_ids.dtype != np.int32:
         raise errors.MisshapenTensor(f"{where}: tensor 'draft_ids' is {draft_ids.dtype} {list(draft_ids.shape)}; must be int32 [{config.draft_vocab_size}]")
     if draft_ids.min() < 0 or draft_ids.max() >= config.backbone_vocab_size:

@@ -74,7 +74,7 @@ def write(out: Path, head: heads.LoadedHead, backbone: LoadedBackbone, dtype: st
         "head": head.name,
         "backbone": {"name": head.backbone_name or backbone.name, "fingerprint": head.fingerprint, "config": config_lib.to_dict(backbone.config)},
         "config": config_lib.to_dict(head.config),
-        "step": _step(head.config),
+        "step": _step(head.mtp_config),
         "tensors": [_describe(name, value, dtype) for name, value in sorted(tensors.items())],
     }
     files.write_folder(out, {TENSORS: data, CONFIG: (json.dumps(values, indent=1) + "\n").encode()})

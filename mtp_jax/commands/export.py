@@ -35,7 +35,7 @@ class Export(shared.HeadFlags):
         assert head is not None
         from mtp_jax.checkpoints import assistant, plain
 
-        problem = assistant.obstacle(head.config, backbone.config)
+        problem = assistant.obstacle(head.mtp_config, backbone.config)
         chosen = self.format if self.format != "auto" else ("plain" if problem else "assistant")
         names = (assistant if chosen == "assistant" else plain).write(self.out, head, backbone, self.dtype)
         size = sum(path.stat().st_size for path in self.out.iterdir())

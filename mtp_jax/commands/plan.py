@@ -51,7 +51,7 @@ class Plan(train.HeadShape):
         if self.backbone not in presets.PRESETS:
             raise shared.UsageError(f"--backbone {self.backbone!r}: must be one of {', '.join(presets.PRESETS)}")
         backbone = dataclasses.replace(presets.PRESETS[self.backbone](), dtype=self.dtype)
-        head_config = self.head_config(backbone)
+        head_config = self.head_config(backbone, self.config.num_draft)
         _simulate(math.prod(self.config.mesh))
         from mtp_jax.training import plan
 

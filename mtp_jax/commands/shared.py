@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 from rich.console import Console
@@ -23,6 +23,15 @@ QUIET_SECONDS = 10.0  # between two progress lines when stderr is not a terminal
 
 Switch = tyro.conf.FlagCreatePairsOff[bool]  # --x without a --no-x
 Unset = tyro.conf.arg(metavar="INT", help_behavior_hint="")  # None, with a default that the help text explains
+Drafter = Annotated[
+    config_lib.DrafterName,
+    tyro.conf.arg(
+        help="Who drafts: mtp is the head; prompt_lookup copies what followed the last tokens earlier in the text; hybrid copies where at least three "
+        "tokens match, and lets the head draft elsewhere, four tokens at most; early_exit is the backbone's first layers; jacobi its own earlier "
+        "choices; standalone, eagle, deepseek, own_cache and medusa are a --head trained with that --form. prompt_lookup, early_exit and jacobi need "
+        "no head."
+    ),
+]
 Report = Callable[[int, int, str], None]  # (done, total, note)
 
 
@@ -58,23 +67,19 @@ class HeadFlags(BackboneFlags):
 class DraftFlags(HeadFlags):
     """Flags of every command that drafts."""
 
-    drafter: config_lib.DrafterName = "mtp"
-    """Who drafts: mtp is the head; prompt_lookup copies what followed the last tokens earlier in the text, and needs no head; hybrid copies
-    where at least three tokens match, and lets the head draft elsewhere."""
+    drafter: Drafter = "mtp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLengthFlags(DraftFlags):
     """Flags of every command that decodes with one drafter, the hybrid unless another is named."""
 
-    drafter: config_lib.DrafterName = "hybrid"
-    """Who drafts: mtp is the head; prompt_lookup copies what followed the last tokens earlier in the text, and needs no head; hybrid copies
-    where at least three tokens match, and lets the head draft elsewhere, four tokens at most."""
+    drafter: Drafter = "hybrid"
     num_draft: Annotated[int | None, Unset] = None
-    """Tokens drafted per step at most. Default: 4; 10 with prompt_lookup and hybrid."""
+    """Tokens drafted per step at most. Default: 4; 8 with jacobi, 10 with prompt_lookup and hybrid."""
     short_drafts: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...", help_behavior_hint="")] = None
     """Steps that propose no more than one of these numbers get a verify pass for so many, which is cheaper; each takes time to compile.
-    Default: none with mtp, 0 with prompt_lookup, 4 with hybrid."""
+    Default: 0 with prompt_lookup, 4 with hybrid, else none."""
 
     def __post_init__(self) -> None:
         if self.head == "none" and self.drafter == "hybrid":
@@ -127,13 +132,16 @@ class SampledDraftFlags(DraftLengthFlags, SamplingFlags):
     Which keeps more depends on head and temperature."""
     min_confidence: float = 0.0
     """Let the head draft no further in a step once the product of its drafts' probabilities is below this; 0 is always as many as it may."""
+    exit_layer: int = 0
+    """With --drafter early_exit, layers of the backbone that draft; 0 is half of them."""
     window_cache: Literal["full", "ring"] = "full"
     """Slots of layers with a sliding window: as many as the text has tokens, or a ring of little more than the window. Same output; a ring needs
     less memory for long texts."""
 
     def draft_config(self, **others: Any) -> config_lib.DecodeConfig:
         """`decode_config` with the flags of drafting as well."""
-        return self.decode_config(accept=self.accept, min_confidence=self.min_confidence, window_cache=self.window_cache, **self.draft_lengths(), **others)
+        names = ("accept", "min_confidence", "exit_layer", "window_cache")
+        return self.decode_config(**{name: getattr(self, name) for name in names}, **self.draft_lengths(), **others)
 
 
 def say(text: str) -> None:
@@ -185,9 +193,9 @@ def load_both(backbone: str, head: str, drafter: str = "mtp") -> tuple[LoadedBac
       UsageError, UnknownName: no such backbone or head.
       CheckpointError: files that can't be used, or a head made for another backbone.
     """
-    chosen = None if drafter == "prompt_lookup" else head_name(backbone, head)
-    if chosen is None and drafter == "hybrid":
-        raise UsageError("--drafter hybrid: needs a head; --head none leaves it without one")
+    chosen = None if drafter in config_lib.HEADLESS else head_name(backbone, head)
+    if chosen is None and drafter in ("hybrid", *get_args(config_lib.BaselineKind)):
+        raise UsageError(f"--drafter {drafter}: needs a head; --head none leaves it without one")
     loaded = load_backbone(backbone)
     if chosen is None:
         return loaded, None

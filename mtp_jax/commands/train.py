@@ -23,9 +23,12 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 class HeadShape:
     """Flags that describe a head to be trained."""
 
-    form: Literal["light", "assistant"] = "light"
+    form: Literal["light", "assistant", "standalone", "eagle", "deepseek", "own_cache", "medusa"] = "light"
     """Form of the head. light: as few layers as you name, the backbone's unembedding, a pointer. assistant: that of Gemma 4's assistants, which
-    `mtp-jax export` writes for transformers: four layers 256 wide, more norms, its own table over all tokens, no pointer. Flags below change it."""
+    `mtp-jax export` writes for transformers: four layers 256 wide, more norms, its own table over all tokens, no pointer. Flags below change it.
+    The others are baselines, which read no K/V of the backbone. standalone: a small language model, two layers half as wide. eagle, deepseek:
+    EAGLE-1, and the module of DeepSeek-V3, with K/V of their own. own_cache: light, with K/V of its own. medusa: --num-draft heads on one state.
+    Decode with --drafter of the same name."""
     donors: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...", help_behavior_hint="")] = ()
     """Backbone layers whose keys and values the head attends to, one per head layer. Default: one head layer on the last full-attention layer."""
     width: Annotated[int | None, shared.Unset] = None
@@ -35,25 +38,36 @@ class HeadShape:
     num_heads: Annotated[int | None, shared.Unset] = None
     """Query heads of the head's attention, a multiple of the backbone's key heads. Default: the backbone's; with --form assistant the least
     multiple from 4 up."""
+    num_kv_heads: Annotated[int | None, shared.Unset] = None
+    """Key heads of a baseline's own attention; --num-heads is a multiple of them. Default: the backbone's."""
+    head_dim: Annotated[int | None, shared.Unset] = None
+    """Width of one head of a baseline's own attention. Default: the backbone's."""
+    num_layers: Annotated[int | None, shared.Unset] = None
+    """Layers of a standalone model. Default: 2."""
     draft_vocab_size: Annotated[int | None, shared.Unset] = None
     """Tokens the head can draft: the most frequent ones of the rollouts. Default: 8192; with --form assistant all."""
     query_position: Literal["pending", "last"] = "pending"
     """Position of the head's queries: that of the pending token, or of the last one in the cache."""
     pointer: bool = True
-    """Let the head copy tokens from the text as well (--form light only)."""
+    """Let the head copy tokens from the text as well (--form light and own_cache only)."""
     pointer_donors: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...", help_behavior_hint="")] = ()
     """Backbone layers whose keys the pointer reads. Default: the last of --donors."""
     pointer_heads: int = 1
     """Independent pointers."""
 
-    def head_config(self, backbone: config_lib.BackboneConfig) -> config_lib.HeadConfig:
+    def head_config(self, backbone: config_lib.BackboneConfig, num_draft: int = 4) -> config_lib.HeadConfig | config_lib.BaselineConfig:
         """The head these flags describe; what is left out comes from the backbone.
 
+        Args:
+          num_draft: heads of a Medusa.
+
         Raises:
-          UsageError: flags of a pointer where there is none.
+          UsageError: a flag that this form has no use for.
           ConfigError: no such head, or none for this backbone.
         """
         self.check_form()
+        if self.form not in ("light", "assistant"):
+            return self._baseline_config(backbone, self.form, num_draft)
         chosen: dict[str, Any] = {"query_position": self.query_position}
         for name in ("donors", "width", "mlp_width", "num_heads", "draft_vocab_size", "pointer_donors"):
             value = getattr(self, name)
@@ -64,11 +78,29 @@ class HeadShape:
         chosen |= {"pointer": self.pointer, "pointer_heads": self.pointer_heads}
         return config_lib.head_config_for(backbone, **chosen)
 
+    def _baseline_config(self, backbone: config_lib.BackboneConfig, kind: config_lib.BaselineKind, num_draft: int) -> config_lib.BaselineConfig:
+        chosen: dict[str, Any] = {}
+        for name in ("width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "num_layers", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                chosen[name] = getattr(self, name)
+        if kind == "own_cache":
+            chosen["pointer_heads"] = self.pointer_heads if self.pointer else 0
+        if kind == "medusa":
+            chosen["num_draft"] = num_draft
+        return config_lib.baseline_config_for(backbone, kind, **chosen)
+
     def check_form(self) -> None:
-        """Raise UsageError for flags of a pointer where there is none."""
-        if self.form == "assistant" and (self.pointer_donors or self.pointer_heads != 1):
+        """Raise UsageError for a flag that this form has no use for."""
+        mtp = self.form in ("light", "assistant")
+        if not mtp and (self.donors or self.query_position != "pending"):
+            flag = "--donors" if self.donors else "--query-position"
+            raise shared.UsageError(f"{flag}: --form {self.form} reads no K/V of the backbone")
+        if (self.form not in ("light", "own_cache") and self.pointer_heads != 1) or (self.form != "light" and self.pointer_donors):
             flag = "--pointer-donors" if self.pointer_donors else "--pointer-heads"
-            raise shared.UsageError(f"{flag}: --form assistant has no pointer")
+            raise shared.UsageError(f"{flag}: --form {self.form} {'points at its own keys' if self.form == 'own_cache' else 'has no pointer'}")
+        for name in ("num_kv_heads", "head_dim", "num_layers"):
+            if mtp and getattr(self, name) is not None:
+                raise shared.UsageError(f"--{name.replace('_', '-')}: --form {self.form} has no K/V of its own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +156,7 @@ class Train(HeadShape, shared.BackboneFlags):
             raise shared.UsageError(f"--held-out {self.held_out}: there are only {len(examples)} rollouts; some must be left to train on")
         training, held_out = fit.split_held_out(examples, self.held_out, self.config.seed)
         init = None if self.init is None else load.load_head(self.init, backbone)
-        head_config = self.head_config(backbone.config) if init is None else init.config
+        head_config = self.head_config(backbone.config, self.config.num_draft) if init is None else init.config
         say = shared.say if sharding.is_first() else lambda text: None
         say(f"{len(training)} rollouts to train on, {len(held_out)} held out; head: {head_config}")
         store = None if self.features is None else self._features(self.features, backbone, training, head_config)
@@ -169,7 +201,9 @@ class Train(HeadShape, shared.BackboneFlags):
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise shared.UsageError(f"--peak-tflops {self.peak_tflops}: must be positive")
 
-    def _features(self, folder: Path, backbone: LoadedBackbone, examples: list[Example], head: config_lib.HeadConfig) -> FeatureStore:
+    def _features(
+        self, folder: Path, backbone: LoadedBackbone, examples: list[Example], head: config_lib.HeadConfig | config_lib.BaselineConfig
+    ) -> FeatureStore:
         """Open the feature folder, after computing it if it is not there."""
         import jax
 

@@ -22,10 +22,9 @@ from jaxtyping import Int
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
 from mtp_jax.decoding import loop, sampling, stops
-from mtp_jax.drafters import fixed_width, hybrid, mtp, prompt_lookup
+from mtp_jax.drafters import early_exit, fixed_width, hybrid, jacobi, mtp, prompt_lookup, trained
 from mtp_jax.models import backbone as backbone_lib
-from mtp_jax.models import head as head_lib
-from mtp_jax.models import layers
+from mtp_jax.models import forms, layers
 
 if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
@@ -104,22 +103,33 @@ def attach(runtime: Runtime, head: LoadedHead | None, drafter: config_lib.Drafte
 
     Args:
       runtime: of the backbone alone, or with another drafter.
-      head: needed by "mtp" and "hybrid".
-      drafter: "mtp" (the head), "prompt_lookup" (nothing trained), or "hybrid" (lookup where the text's end occurred before, else the head).
+      head: needed by all but those of config.HEADLESS.
+      drafter: "mtp" (the head), "prompt_lookup", "hybrid" (lookup where the text's end occurred before, else the head), the form of a baseline's
+        head (models/baselines.py), "early_exit" (the backbone's first layers), or "jacobi" (the backbone's own earlier choices).
 
     Raises:
-      ConfigError: an unknown drafter, or one that needs a head and has none.
+      ConfigError: an unknown drafter, or one that needs a head and has none, or one of another form.
     """
     if drafter not in DRAFTERS:
         raise config_lib.ConfigError(f"drafter={drafter!r}: must be one of {', '.join(DRAFTERS)}")
-    if drafter == "prompt_lookup":
-        return dataclasses.replace(runtime, drafter=prompt_lookup.PromptLookup(), drafter_params=None)
+    if drafter in config_lib.HEADLESS:
+        headless: dict[str, drafters.Drafter] = {
+            "prompt_lookup": prompt_lookup.PromptLookup(),
+            "early_exit": early_exit.EarlyExit(runtime.step_module.config),
+            "jacobi": jacobi.Jacobi(),
+        }
+        return dataclasses.replace(runtime, drafter=headless[drafter], drafter_params=None)
     if head is None:
         raise config_lib.ConfigError(f"drafter={drafter!r}: needs a head")
-    module = head_lib.Head(head.config, runtime.step_module.config, column_blocks=runtime.step_module.column_blocks)
-    params = mtp.make_params(module, head.params, jnp.asarray(head.draft_ids), runtime.prefill_params)
-    drafting = mtp.MTPDrafter(module)
-    return dataclasses.replace(runtime, drafter=drafting if drafter == "mtp" else hybrid.Hybrid(drafting), drafter_params=params)
+    if head.config.drafter != ("mtp" if drafter == "hybrid" else drafter):
+        raise config_lib.ConfigError(f"drafter={drafter!r}: head {head.name!r} is of another form; it must be drafter={head.config.drafter!r} with this one")
+    module = forms.make(head.config, runtime.step_module.config, column_blocks=runtime.step_module.column_blocks)
+    params = trained.make_params(module, head.params, jnp.asarray(head.draft_ids), runtime.prefill_params)
+    drafting = trained.make(module)
+    if drafter == "hybrid":
+        assert isinstance(drafting, mtp.MTPDrafter)
+        drafting = hybrid.Hybrid(drafting)
+    return dataclasses.replace(runtime, drafter=drafting, drafter_params=params)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,16 @@ def choose(
     """
     if keys is None:
         return head_lib.greedy(mixture, vocab.ids, followers), head_lib.highest(mixture), None
-    logits = sampling.limited(spread(mixture, vocab, followers), rules)  # [B, 1, V]
+    return choose_by_logits(spread(mixture, vocab, followers), rules, keys, number)
+
+
+def choose_by_logits(
+    logits: Float[Array, "B 1 V"], rules: config_lib.DecodeConfig, keys: Array | None, number: int
+) -> tuple[Int[Array, "B 1"], Float[Array, "B 1"], Float[Array, "B 1 V"] | None]:
+    """`choose` by logits of the whole vocabulary."""
+    if keys is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jax.nn.softmax(logits, axis=-1).max(axis=-1), None
+    logits = sampling.limited(logits, rules)
     token = sampling.draw(logits, keys[:, number : number + 1])
     drawn_from = jax.nn.softmax(logits, axis=-1)
     return token, jnp.take_along_axis(drawn_from, token[..., None], axis=-1)[..., 0], drawn_from

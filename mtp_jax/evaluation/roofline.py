@@ -79,8 +79,12 @@ def backbone_work(params: dict[str, Any], config: config_lib.BackboneConfig, *, 
     return Work(layers=_elements(layers), unembedding=unembedding, cache=cache, flops=flops)
 
 
-def head_work(params: dict[str, Any], head: config_lib.HeadConfig, backbone: config_lib.BackboneConfig, *, batch: int, num_slots: int) -> Work:
+def head_work(
+    params: dict[str, Any], head: config_lib.HeadConfig | config_lib.BaselineConfig, backbone: config_lib.BackboneConfig, *, batch: int, num_slots: int
+) -> Work:
     """Drafting one token of each row with a head; M tokens are this M times, since each depends on the one before."""
+    if isinstance(head, config_lib.BaselineConfig):
+        return _baseline_work(params, head, batch=batch, num_slots=num_slots)
     unembedding = head.draft_vocab_size * head.backbone_width if head.output == "backbone" else 0
     layers, matrices = _elements(params), _matrices(params)
     if head.output == "centroids":  # of its table the best clusters alone are read
@@ -94,6 +98,20 @@ def head_work(params: dict[str, Any], head: config_lib.HeadConfig, backbone: con
         size = backbone.kv_heads_of(donor) * num_slots * backbone.head_dim_of(donor)
         cache += batch * size
         scores += 2 * head.pointer_heads * size
+    return Work(layers=layers, unembedding=unembedding, cache=cache, flops=batch * (2 * (matrices + unembedding) + scores))
+
+
+def _baseline_work(params: dict[str, Any], head: config_lib.BaselineConfig, *, batch: int, num_slots: int) -> Work:
+    """`head_work` of a baseline. Taking in what was kept, and prompts, is not counted; Medusa's heads, which run together, count one by one."""
+    if head.kind == "medusa":
+        layers, matrices = _elements(params) // head.num_draft, _matrices(params) // head.num_draft
+    else:
+        own = {name: value for name, value in params.items() if name != "embed"}  # of the table only rows are read, until it is the unembedding
+        layers, matrices = _elements(own), _matrices(own)
+    unembedding = head.draft_vocab_size * (head.width if head.kind == "standalone" else head.backbone_width)
+    attentions, slots = (0 if head.kind == "medusa" else max(head.num_layers, 1)), num_slots * head.head_dim
+    cache = batch * head.num_kv_heads * slots * (2 * attentions + (head.pointer_heads > 0))
+    scores = slots * (4 * head.num_heads * attentions + 2 * head.pointer_heads * head.num_kv_heads)
     return Work(layers=layers, unembedding=unembedding, cache=cache, flops=batch * (2 * (matrices + unembedding) + scores))
 
 

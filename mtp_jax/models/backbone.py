@@ -61,7 +61,13 @@ class Backbone(nn.Module):
         return self.config.tied_embeddings and not self.column_blocks
 
     def __call__(
-        self, tokens: Int[Array, "B T"], cache: cache_lib.Cache | None = None, *, counts: Int[Array, " B"] | None = None, with_logits: bool = True
+        self,
+        tokens: Int[Array, "B T"],
+        cache: cache_lib.Cache | None = None,
+        *,
+        counts: Int[Array, " B"] | None = None,
+        with_logits: bool = True,
+        depth: int | None = None,
     ) -> BackboneOutput:
         """Run T tokens of each row.
 
@@ -71,6 +77,7 @@ class Backbone(nn.Module):
           counts: how many of each row's tokens are text, the rest being padding. Rings need to know, and without it take only
             as many tokens as they have slots beyond the window; other layers don't look at it.
           with_logits: False saves the product with the unembedding.
+          depth: run so many of the first layers only, 1..num_layers, with a cache; slots of the others come back as they are. None runs all.
         """
         cfg = self.config
         start = jnp.zeros(tokens.shape[:1], jnp.int32) if cache is None else cache.lengths
@@ -80,7 +87,7 @@ class Backbone(nn.Module):
         span = cache_lib.Span(start, counts, tokens.shape[1] if cache is None else cache.num_slots)
         views: list[cache_lib.View] = []
         filled: list[cache_lib.KeysValues] = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers[:depth]):
             if index < cfg.num_kv_layers:
                 slots = None if cache is None else (cache.keys[index], cache.values[index])
             else:
@@ -90,6 +97,8 @@ class Backbone(nn.Module):
             filled.append(kv)
         hidden = self.final_norm(x)
         logits = self.logits(hidden) if with_logits or self.is_initializing() else None
+        if depth is not None and cache is not None:
+            filled += list(zip(cache.keys, cache.values, strict=True))[depth:]
         keys, values = zip(*filled[: cfg.num_kv_layers], strict=True)
         return BackboneOutput(hidden=hidden, logits=logits, cache=cache_lib.Cache(keys=keys, values=values, lengths=start, num_slots=span.num_slots))
 
@@ -108,6 +117,11 @@ def scale_embedding(rows: Float[Array, "*any D"], scale: float) -> Float[Array, 
 def unembedding_rows(params: dict[str, Any], config: config_lib.BackboneConfig, ids: Int[Array, " C"]) -> Float[Array, "C D"]:
     """Rows of the unembedding for the tokens `ids`, from parameters in the plain layout. The final soft cap is not in them."""
     return params["embed"]["embedding"][ids] if config.tied_embeddings else params["unembed"]["kernel"].T[ids]
+
+
+def in_column_blocks(params: dict[str, Any]) -> bool:
+    """Whether `to_column_blocks` has made these parameters."""
+    return "q" not in params["layers_0"]["attn"]
 
 
 def to_column_blocks(params: dict[str, Any], config: config_lib.BackboneConfig) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from mtp_jax import config as config_lib
 from mtp_jax import files
 from mtp_jax.checkpoints.hf import read_json
 from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import forms
 from mtp_jax.models import head as head_lib
 from mtp_jax.training import data, monitor, pipeline, sharding, walk
 from mtp_jax.training import features as features_lib
@@ -54,7 +55,7 @@ class NotFiniteError(RuntimeError):
 def fit(
     backbone: LoadedBackbone,
     examples: Sequence[data.Example],
-    head_config: config_lib.HeadConfig,
+    head_config: forms.AnyConfig,
     config: config_lib.TrainConfig,
     out: str | Path,
     *,
@@ -73,7 +74,7 @@ def fit(
     Args:
       backbone: frozen; only read. On several devices it had better be loaded where `sharding.of_backbone` says.
       examples: training sequences.
-      head_config: shape of the head; fits the backbone.
+      head_config: shape of the head, or of a baseline's draft model; fits the backbone.
       config: of the run.
       out: run folder; must be new, or hold this very run when `resume`.
       resume: go on from the newest checkpoint, on the same mesh or another.
@@ -92,18 +93,21 @@ def fit(
 
     Raises:
       RunError: the folder holds another run, or one and `resume` is not set, or none and it is.
+      ConfigError: the head does not fit the backbone, or a baseline can't be trained so (BaselineConfig.check_trains).
       MeshError: config.mesh is not that of the devices.
       MonitorError: no tensorboardX.
       NotFiniteError: naming the step and its sequences; the last good checkpoint stays.
     """
     head_config.check_fits(backbone.config)
+    if isinstance(head_config, config_lib.BaselineConfig):
+        head_config.check_trains(config)
     if init is not None and init.config != head_config:
         raise RunError(f"init: head {init.name!r} has another shape than head_config: take head_config from it")
     mesh = sharding.make_mesh(config.mesh)
     out = Path(out).resolve()
     sharding.on_first(lambda: _open_run(out, backbone, examples, head_config, config, init, resume))
     backbone = dataclasses.replace(backbone, params=sharding.place(backbone.params, mesh))
-    head = head_lib.Head(head_config, backbone.config)
+    head = forms.make(head_config, backbone.config)
     decoded = monitor.decodable(held_out, decode_prompts, config.max_length) if jax.process_count() == 1 else []
     state, draft_ids = _begin(head, examples, config, mesh, init)
     with ocp.CheckpointManager(out / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)) as manager:
@@ -147,7 +151,7 @@ def fit(
 
 
 def _begin(
-    head: head_lib.Head, examples: Sequence[data.Example], config: config_lib.TrainConfig, mesh: Mesh, init: LoadedHead | None
+    head: forms.AnyHead, examples: Sequence[data.Example], config: config_lib.TrainConfig, mesh: Mesh, init: LoadedHead | None
 ) -> tuple[step_lib.TrainState, np.ndarray]:
     """State before the first step, on its devices, and the draft vocabulary."""
     fresh = partial(step_lib.init_state, head, config)
@@ -170,7 +174,7 @@ def make_frozen(backbone: LoadedBackbone, draft_ids: np.ndarray) -> loss_lib.Fro
 def _keep_best(
     folder: Path,
     backbone: LoadedBackbone,
-    head_config: config_lib.HeadConfig,
+    head_config: forms.AnyConfig,
     config: config_lib.TrainConfig,
     state: step_lib.TrainState,
     draft_ids: np.ndarray,
@@ -193,7 +197,7 @@ def _keep_best(
     sharding.on_first(write)
 
 
-def _loaded(name: str, backbone: LoadedBackbone, head_config: config_lib.HeadConfig, state: step_lib.TrainState, draft_ids: np.ndarray) -> LoadedHead:
+def _loaded(name: str, backbone: LoadedBackbone, head_config: forms.AnyConfig, state: step_lib.TrainState, draft_ids: np.ndarray) -> LoadedHead:
     """The head of a training state, as `load_head` gives it."""
     from mtp_jax.checkpoints.load import LoadedHead
 
@@ -210,7 +214,7 @@ def _loaded(name: str, backbone: LoadedBackbone, head_config: config_lib.HeadCon
 def _batch_source(
     backbone: LoadedBackbone,
     examples: Sequence[data.Example],
-    head_config: config_lib.HeadConfig,
+    head_config: forms.AnyConfig,
     config: config_lib.TrainConfig,
     mesh: Mesh,
     store: features_lib.FeatureStore | None,
@@ -260,7 +264,7 @@ def _open_run(
     out: Path,
     backbone: LoadedBackbone,
     examples: Sequence[data.Example],
-    head_config: config_lib.HeadConfig,
+    head_config: forms.AnyConfig,
     config: config_lib.TrainConfig,
     init: LoadedHead | None,
     resume: bool,

@@ -45,9 +45,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax import config as config_lib
+from mtp_jax.models import forms, layers
 from mtp_jax.models import head as head_lib
-from mtp_jax.models import layers
-from mtp_jax.training import data, objectives
+from mtp_jax.training import data, objectives, unrolling
 from mtp_jax.training import features as features_lib
 
 
@@ -78,7 +78,7 @@ class LossSums(struct.PyTreeNode):
     count: Float[Array, " M"]
 
 
-class _Text(struct.PyTreeNode):
+class Text(struct.PyTreeNode):
     """What all rows of a batch read."""
 
     tokens: Int[Array, "B S"]
@@ -94,7 +94,7 @@ class _Text(struct.PyTreeNode):
 
 
 def unroll(
-    head: head_lib.Head,
+    head: forms.AnyHead,
     head_params: Any,
     frozen: Frozen,
     features: features_lib.Features,
@@ -120,7 +120,9 @@ def unroll(
     rows = jnp.where(row_mask, jnp.asarray(batch.rows), 0)  # padding computes what row 0 does, which is there in every text
     batch_size, count = rows.shape
     chunked = 0 < rows_per_chunk < count
-    run = partial(_unroll_rows, head, config_lib.loss_terms(loss), num_draft, remat or chunked, head_params, frozen, text)
+    form = unrolling.of(head, num_draft)
+    prepared = form.prepare(head_params, frozen, text)
+    run = partial(_unroll_rows, form, config_lib.loss_terms(loss), num_draft, remat or chunked, head_params, frozen, text, prepared)
     if not chunked:
         return run((rows, row_mask))
 
@@ -138,11 +140,11 @@ def unroll(
     return jax.tree.map(join, jax.lax.map(run, (split(rows), split(row_mask))))
 
 
-def _read(frozen: Frozen, features: features_lib.Features, batch: data.Batch) -> _Text:
+def _read(frozen: Frozen, features: features_lib.Features, batch: data.Batch) -> Text:
     tokens = jnp.asarray(batch.tokens)
     followers = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     entries, size = frozen.vocab.index[followers], frozen.vocab.ids.shape[0]
-    return _Text(
+    return Text(
         tokens=tokens,
         answer=jnp.asarray(batch.answer),
         lengths=jnp.asarray(batch.lengths),
@@ -157,50 +159,46 @@ def _read(frozen: Frozen, features: features_lib.Features, batch: data.Batch) ->
 
 
 def _unroll_rows(
-    head: head_lib.Head,
+    form: unrolling.Unrolling,
     terms: tuple[tuple[config_lib.LossName, float], ...],
     num_draft: int,
     remat: bool,
     head_params: Any,
     frozen: Frozen,
-    text: _Text,
+    text: Text,
+    prepared: Any,
     chosen: tuple[Int[Array, "B R"], Bool[Array, "B R"]],
 ) -> Unrolled:
     """All draft steps of the chosen rows (and their mask)."""
     rows, row_mask = chosen
 
-    def step(hidden: Float[Array, "B R D"], k: int | Int[Array, ""]) -> tuple[Float[Array, "B R D"], Unrolled]:
-        hidden, columns = _draft_step(head, terms, k, head_params, frozen, text, rows, row_mask, hidden)
-        return hidden.astype(frozen.table.dtype), columns  # as the head would do; a loop needs one dtype throughout
+    def step(carry: Any, k: int | Int[Array, ""]) -> tuple[Any, Unrolled]:
+        output, carry = form.step(head_params, frozen, text, prepared, carry, k, rows)
+        return carry, _judge(output, terms, k, frozen, text, rows, row_mask)
 
-    hidden = _at(text.hidden, rows).astype(frozen.table.dtype)
+    carry = form.start(head_params, frozen, text, prepared, rows)
     if remat:  # a loop, since a compiler may merge the second computation with the first, which keeps the arrays after all
-        return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), hidden, jnp.arange(1, num_draft + 1))[1]
+        return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, jnp.arange(1, num_draft + 1))[1]
     steps = []
     for k in range(1, num_draft + 1):
-        hidden, columns = step(hidden, k)
+        carry, columns = step(carry, k)
         steps.append(columns)
     return jax.tree.map(lambda *column: jnp.stack(column), *steps)
 
 
-def _draft_step(
-    head: head_lib.Head,
+def _judge(
+    output: head_lib.HeadOutput,
     terms: tuple[tuple[config_lib.LossName, float], ...],
     k: int | Int[Array, ""],
-    head_params: Any,
     frozen: Frozen,
-    text: _Text,
+    text: Text,
     rows: Int[Array, "B R"],
     row_mask: Bool[Array, "B R"],
-    hidden: Float[Array, "B R D"],
-) -> tuple[Float[Array, "B R D"], Unrolled]:
-    """Draft step k: its hidden state, and its part of Unrolled, [B, R] each."""
-    embedded = frozen.table[_at(text.tokens, rows + k)]
-    output = head.apply({"params": head_params}, embedded, hidden, text.keys, text.values, rows, frozen.vocab.unembedding)
-    assert isinstance(output, head_lib.HeadOutput)
+) -> Unrolled:
+    """What draft step k has put forward against its label: a part of Unrolled, [B, R] each."""
     valid = _has_target(row_mask, rows, text.lengths, k)
     # A row without a target gets a label that is all zeros: nothing behind the text can reach a gradient, not even as 0 times infinity.
-    label = jnp.where(valid[..., None], _at(text.hidden, rows + k), 0)
+    label = jnp.where(valid[..., None], unrolling.at(text.hidden, rows + k), 0)
     label_vocab = layers.matmul(label.astype(frozen.table.dtype), frozen.vocab.unembedding).astype(jnp.float32)
     slot_logits, label_slots, in_text = None, None, None
     if output.copy is not None:
@@ -211,23 +209,17 @@ def _draft_step(
     mixture = head_lib.mix(output, slot_logits, text.followers, rows)
     first = head_lib.first_visible(text.followers, rows)
     candidates = objectives.compare(mixture, layers.softcap(label_vocab, frozen.final_softcap), label_slots, in_text, first)
-    target = _at(text.tokens, rows + k + 1)
+    target = unrolling.at(text.tokens, rows + k + 1)
     occurs = first & (text.followers[:, None] == target[..., None])
     drafts = head_lib.greedy(mixture, frozen.vocab.ids, text.followers)
-    return output.hidden, Unrolled(
+    return Unrolled(
         loss=objectives.row_loss(terms, candidates, output.hidden, label),
         drafts=drafts,
         correct=(drafts == target) & valid,
         valid=valid,
-        answer=_at(text.answer, rows + k + 1) & valid,
+        answer=unrolling.at(text.answer, rows + k + 1) & valid,
         probability=objectives.probability(mixture, frozen.vocab.index[target], occurs),
     )
-
-
-def _at(array: Array, places: Int[Array, "B R"]) -> Array:
-    """Entries of [B, T, ...] at [B, R] places; those beyond the end are the last one."""
-    places = jnp.minimum(places, array.shape[1] - 1)
-    return jnp.take_along_axis(array, places.reshape(*places.shape, *[1] * (array.ndim - 2)), axis=1)
 
 
 def _has_target(row_mask: Array, rows: Array, lengths: Array, k: int | Array) -> Bool[Array, "B R"]:

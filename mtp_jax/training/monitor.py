@@ -23,7 +23,7 @@ from mtp_jax import config as config_lib
 from mtp_jax import files
 from mtp_jax.checkpoints.hf import read_json
 from mtp_jax.models import backbone as backbone_lib
-from mtp_jax.models import head as head_lib
+from mtp_jax.models import forms
 from mtp_jax.training import data, sharding, walk
 from mtp_jax.training import features as features_lib
 from mtp_jax.training import loss as loss_lib
@@ -91,7 +91,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def step_flops(
-    head: head_lib.Head,
+    head: forms.AnyHead,
     config: config_lib.TrainConfig,
     state: step_lib.TrainState,
     frozen: loss_lib.Frozen,
@@ -170,7 +170,7 @@ def decode(
     """
     from mtp_jax.decoding import generate
 
-    runtime = generate.make_runtime(backbone, head, column_blocks=False)  # no second copy of the backbone
+    runtime = generate.make_runtime(backbone, head, drafter=head.config.drafter, column_blocks=False)  # no second copy of the backbone
     prompts = [example.tokens[~example.answer].tolist() for example in examples]
     answers = [example.tokens[example.answer].tolist() for example in examples]
     budgets = [len(answer) for answer in answers]
@@ -178,7 +178,7 @@ def decode(
     outputs = generate.run(runtime, prompts, rules, budgets=budgets).outputs
     same = [index for index, output in enumerate(outputs) if output.tokens == answers[index]]
     decoded, steps = sum(len(outputs[index].tokens) - 1 for index in same), sum(outputs[index].steps for index in same)
-    module = head_lib.Head(head.config, backbone.config)
+    module = forms.make(head.config, backbone.config)
     measured = walk.measure(module, head.params, frozen, backbone, [examples[index] for index in same], config)
     if steps and abs(decoded / steps - measured.tokens_per_step) > TOLERANCE * measured.tokens_per_step:
         warnings.warn(

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from mtp_jax import config as config_lib
 from mtp_jax.checkpoints.load import LoadedBackbone
 from mtp_jax.models import backbone as backbone_lib
-from mtp_jax.models import head as head_lib
+from mtp_jax.models import forms
 from mtp_jax.training import data, fit, sharding
 from mtp_jax.training import step as step_lib
 
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_
 
 def plan(
     backbone: config_lib.BackboneConfig,
-    head_config: config_lib.HeadConfig,
+    head_config: forms.AnyConfig,
     config: config_lib.TrainConfig,
     *,
     live: bool = True,
@@ -48,9 +48,12 @@ def plan(
 
     Raises:
       MeshError: fewer devices than the mesh has.
+      ConfigError: a run that such a head can't be trained in.
     """
+    if isinstance(head_config, config_lib.BaselineConfig):
+        head_config.check_trains(config)
     mesh = sharding.make_mesh(config.mesh)
-    head = head_lib.Head(head_config, backbone)
+    head = forms.make(head_config, backbone)
     params = _placed(sharding.backbone_shapes(backbone), mesh)
     state = _placed(jax.eval_shape(lambda: step_lib.init_state(head, config)), mesh)
     loaded = LoadedBackbone("", backbone, params, None, "")  # type: ignore[arg-type]  # only its shapes are looked at

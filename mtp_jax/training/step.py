@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax import config as config_lib
 from mtp_jax.models import backbone as backbone_lib
-from mtp_jax.models import head as head_lib
+from mtp_jax.models import forms
 from mtp_jax.training import data, sharding
 from mtp_jax.training import features as features_lib
 from mtp_jax.training import loss as loss_lib
@@ -60,7 +60,7 @@ def _matrices(params: Any) -> Any:
 
 @partial(jax.jit, static_argnames=("head", "config", "mesh"), donate_argnames=("state",))
 def train_step(
-    head: head_lib.Head,
+    head: forms.AnyHead,
     config: config_lib.TrainConfig,
     state: TrainState,
     frozen: loss_lib.Frozen,
@@ -135,9 +135,9 @@ def join(tree: Any) -> Any:
     return jax.tree.map(lambda array: array.swapaxes(0, 1).reshape(-1, *array.shape[2:]), tree)
 
 
-def in_forward_dtypes(head: head_lib.Head, head_params: Any) -> Any:
+def in_forward_dtypes(head: forms.AnyHead, head_params: Any) -> Any:
     """Float32 parameters in the dtypes that the head's products run in: the backbone's, norms and gates aside."""
-    shapes = jax.eval_shape(lambda: head_lib.init_params(head.config, head.backbone, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: forms.init_params(head.config, head.backbone, jax.random.key(0)))
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), head_params, shapes)
 
 
@@ -163,8 +163,8 @@ def live_features(
     return sharding.constrain_batch(features, mesh)
 
 
-def init_state(head: head_lib.Head, config: config_lib.TrainConfig) -> TrainState:
+def init_state(head: forms.AnyHead, config: config_lib.TrainConfig) -> TrainState:
     """Fresh head and optimizer from `config.seed`, all of it float32, whatever the backbone's dtype: in bfloat16 a small update would be lost."""
-    head_params = head_lib.init_params(head.config, head.backbone, jax.random.key(config.seed))
+    head_params = forms.init_params(head.config, head.backbone, jax.random.key(config.seed))
     head_params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), head_params)
     return TrainState(step=jnp.zeros((), jnp.int32), head_params=head_params, opt_state=make_optimizer(config).init(head_params))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 
 from mtp_jax import config as config_lib
 from mtp_jax.models import backbone as backbone_lib
-from mtp_jax.models import head as head_lib
+from mtp_jax.models import forms
 from mtp_jax.training import data, sharding
 from mtp_jax.training import features as features_lib
 from mtp_jax.training import loss as loss_lib
@@ -60,7 +60,7 @@ class Acceptance:
 
 
 def measure(
-    head: head_lib.Head,
+    head: forms.AnyHead,
     head_params: Any,
     frozen: loss_lib.Frozen,
     backbone: LoadedBackbone,
@@ -92,7 +92,7 @@ def measure(
 
 @partial(jax.jit, static_argnames=("head", "num_draft", "rows_per_chunk"))
 def _correct(
-    head: head_lib.Head,
+    head: forms.AnyHead,
     head_params: Any,
     frozen: loss_lib.Frozen,
     features: features_lib.Features,

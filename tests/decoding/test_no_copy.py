@@ -14,7 +14,7 @@ from jax import lax
 
 from mtp_jax import config as config_lib
 from mtp_jax.decoding import generate, loop, sampling
-from mtp_jax.drafters import hybrid, prompt_lookup
+from mtp_jax.drafters import early_exit, hybrid, jacobi, prompt_lookup
 from mtp_jax.models import cache
 
 S = 384
@@ -87,6 +87,8 @@ def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None, short
     lengths = jnp.full((batch,), 5)
     request = loop.Request(limits=jnp.full((batch,), 50), keys=sampling.row_keys(0, list(range(batch))))
     prompts = jnp.zeros((batch, 8), jnp.int32)
+    headless = drafter is None or isinstance(drafter, (prompt_lookup.PromptLookup, early_exit.EarlyExit, jacobi.Jacobi))
+    params = None if headless else runtime.drafter_params
     state = jax.eval_shape(
         lambda: loop.prefill(
             runtime.prefill_module,
@@ -96,19 +98,20 @@ def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None, short
             request,
             num_slots=S,
             drafter=drafter,
+            drafter_params=params,
             config=rules(num_draft),
             window_slots=window_slots,
         )
     )
-    params = None if drafter is None or isinstance(drafter, prompt_lookup.PromptLookup) else runtime.drafter_params
     config = rules(num_draft, short_drafts)
     return loop.decode.lower(runtime.step_module, drafter, runtime.step_params, params, state, request, config=config).compile().as_text()
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["vanilla", "head", "prompt lookup", "hybrid", "hybrid, passes of three widths"])
+@pytest.mark.parametrize("kind", ["vanilla", "head", "prompt lookup", "early exit", "jacobi", "hybrid", "hybrid, passes of three widths"])
 def test_no_decode_step_copies_a_layers_cache(runtime, kind, batch):
-    drafter = {"vanilla": None, "head": runtime.drafter, "prompt lookup": prompt_lookup.PromptLookup()}.get(kind, hybrid.Hybrid(runtime.drafter))
+    known = {"vanilla": None, "head": runtime.drafter, "early exit": early_exit.EarlyExit(fakes.BACKBONE), "jacobi": jacobi.Jacobi()}
+    drafter = (known | {"prompt lookup": prompt_lookup.PromptLookup()}).get(kind, hybrid.Hybrid(runtime.drafter))
     program = compiled_decode(runtime, drafter, batch, 0 if drafter is None else 3, short_drafts=(0, 1) if "widths" in kind else ())
     size = int(np.prod(SHAPE[batch]))
     assert full_size_writes(program, size) == []
@@ -126,6 +129,21 @@ def test_no_decode_step_copies_a_ring(runtime, num_draft, batch):
     full = int(np.prod(SHAPE[batch]))
     assert full_size_writes(program, full // S * ring) == []
     assert full_size_writes(program, full) == []
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["eagle", "own_cache", "standalone"])
+def test_no_decode_step_copies_a_drafters_own_cache(backbone, kind, batch):
+    """Nor the backbone's beside it."""
+    head = fakes.baseline(backbone, kind)
+    runtime = generate.make_runtime(backbone, head, drafter=kind)
+    program = compiled_decode(runtime, runtime.drafter, batch, 3)
+    own = jax.eval_shape(lambda: runtime.drafter.init(batch, S))
+    for shape in {SHAPE[batch], *(leaf.shape for leaf in jax.tree.leaves(own))}:
+        assert full_size_writes(program, int(np.prod(shape))) == []
+    aliased = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", program)
+    count = len(re.findall(r"\{\d+\}: \(\d+, \{\}, may-alias\)", aliased.group(1) if aliased else ""))
+    assert count >= 2 * fakes.BACKBONE.num_layers + len(jax.tree.leaves(own)), "the caches that come in are not the ones that go out"
 
 
 def looped(update, batch):

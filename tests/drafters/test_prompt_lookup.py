@@ -63,7 +63,7 @@ def runtimes():
     backbone = fakes.backbone()
     vanilla = generate.make_runtime(backbone)
     head = fakes.head(backbone)
-    return vanilla, {name: generate.attach(vanilla, head, name) for name in generate.DRAFTERS}
+    return vanilla, {name: generate.attach(vanilla, head, name) for name in ("mtp", "prompt_lookup", "hybrid")}
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "hybrid"])
