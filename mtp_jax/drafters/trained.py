@@ -26,7 +26,11 @@ def make(head: forms.AnyHead) -> drafters.Drafter:
 
 
 def make_params(head: forms.AnyHead, params: dict[str, Any], draft_ids: Array, backbone_params: dict[str, Any]) -> mtp.Params:
-    """Stored parameters (plain layout) in the layout of `head`, and its draft vocabulary; arguments as of `mtp.make_params`."""
+    """Stored parameters (plain layout) in the layout of `head`, and its draft vocabulary; arguments as of `mtp.make_params`.
+
+    In a bfloat16 backbone the head's products run in bfloat16, as they did in training.
+    """
+    params = forms.in_forward_dtypes(head, params)
     if isinstance(head, head_lib.Head):
         return mtp.make_params(head, params, draft_ids, backbone_params)
     small = isinstance(head, baselines.Standalone)

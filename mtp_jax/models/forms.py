@@ -27,6 +27,12 @@ def init_params(config: AnyConfig, backbone: config_lib.BackboneConfig, key: Arr
     return head_lib.init_params(config, backbone, key) if isinstance(config, config_lib.HeadConfig) else baselines.init_params(config, backbone, key)
 
 
+def in_forward_dtypes(head: AnyHead, params: dict[str, Any]) -> dict[str, Any]:
+    """Float32 parameters (plain layout) in the dtypes that the head's products run in: the backbone's, norms and gates aside."""
+    shapes = jax.eval_shape(lambda: init_params(head.config, head.backbone, jax.random.key(0)))
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, shapes)
+
+
 def param_shapes(config: AnyConfig, backbone: config_lib.BackboneConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter by flat name ("pre/kernel"), in the plain layout."""
     tree = jax.eval_shape(lambda: init_params(config, backbone, jax.random.key(0)))

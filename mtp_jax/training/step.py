@@ -80,7 +80,7 @@ def train_step(
     def objective(head_params: Any, features: features_lib.Features, batch: data.Batch) -> tuple[Float[Array, ""], _Accepted]:
         unrolled = loss_lib.unroll(
             head,
-            sharding.gathered(in_forward_dtypes(head, head_params), mesh),
+            sharding.gathered(forms.in_forward_dtypes(head, head_params), mesh),
             frozen,
             features,
             batch,
@@ -133,12 +133,6 @@ def split(tree: Any, parts: int) -> Any:
 def join(tree: Any) -> Any:
     """`split`, undone."""
     return jax.tree.map(lambda array: array.swapaxes(0, 1).reshape(-1, *array.shape[2:]), tree)
-
-
-def in_forward_dtypes(head: forms.AnyHead, head_params: Any) -> Any:
-    """Float32 parameters in the dtypes that the head's products run in: the backbone's, norms and gates aside."""
-    shapes = jax.eval_shape(lambda: forms.init_params(head.config, head.backbone, jax.random.key(0)))
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), head_params, shapes)
 
 
 @partial(jax.jit, static_argnames=("backbone", "key_layers", "value_layers", "parts", "mesh"))

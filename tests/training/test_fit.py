@@ -13,6 +13,7 @@ import pytest
 from mtp_jax.checkpoints.load import load_head
 from mtp_jax.config import TrainConfig
 from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import forms
 from mtp_jax.models import head as head_lib
 from mtp_jax.training import data, features, fit, loss, step
 
@@ -119,7 +120,7 @@ def test_small_updates_are_not_lost_in_bfloat16(answers):
     state = step.init_state(head, config)
     assert {leaf.dtype for leaf in jax.tree.leaves((state.head_params, state.opt_state)) if leaf.ndim} == {jnp.dtype("float32")}
     before = jax.tree.map(np.array, state.head_params)
-    forward = flat(step.in_forward_dtypes(head, state.head_params))
+    forward = flat(forms.in_forward_dtypes(head, state.head_params))
     assert (forward["pre/kernel"].dtype, forward["norm/scale"].dtype, forward["gate_kernel"].dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
     batch, frozen = data.batch_at(answers, config, 0), fit.make_frozen(low, np.arange(24, dtype=np.int32))
     read = features.compute(backbone_lib.Backbone(low.config), low.params, batch.tokens, key_layers=KEYS, value_layers=VALUES)
