@@ -19,7 +19,7 @@ import tyro
 from mtp_jax import config as config_lib
 from mtp_jax import demo
 from mtp_jax.checkpoints import errors
-from mtp_jax.commands import bench, evaluate, export, generate, plan, rollout, shared, train, verify_exact
+from mtp_jax.commands import bench, evaluate, export, generate, plan, report, rollout, shared, train, verify_exact
 
 Command = (
     Annotated[demo.Demo, tyro.conf.subcommand("demo")]
@@ -31,10 +31,12 @@ Command = (
     | Annotated[verify_exact.VerifyExact, tyro.conf.subcommand("verify-exact")]
     | Annotated[bench.Bench, tyro.conf.subcommand("bench")]
     | Annotated[export.Export, tyro.conf.subcommand("export")]
+    | Annotated[report.Report, tyro.conf.subcommand("report")]
 )
 DESCRIPTION = """Faster text from a frozen language model: a light head drafts a few tokens, the model checks them in one pass and keeps those it would
 have written itself. See it with `mtp-jax demo`; make your own head with `rollout`, then `train` (what fits, `plan` tells); use it with `generate`;
-measure it with `evaluate`, put its exactness to the test with `verify-exact`, its speed, part by part, with `bench`; hand it on with `export`."""
+measure it with `evaluate`, put its exactness to the test with `verify-exact`, its speed, part by part, with `bench`; hand it on with `export`; `report`
+makes a page of a comparison."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
