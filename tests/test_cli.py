@@ -264,7 +264,6 @@ MISTAKES = {
     "unknown backbone": (2, ["generate", "hi", "--backbone", "no-such", "--head", "none"], "backbone 'no-such' doesn't exist: give a catalog name"),
     "unknown head": (2, ["generate", "hi", "--backbone", "ROOT/backbone", "--head", "no-such"], "head 'no-such' doesn't exist"),
     "no shipped head": (2, ["demo", "--backbone", "ROOT/backbone"], "--head: no head comes with the package for backbone"),
-    "catalog name without a head": (2, ["generate", "--backbone", "gemma3-270m", "hi"], "--head: no head comes with the package for backbone 'gemma3-270m'"),
     "empty prompt": (2, ["generate", " \n", "--backbone", "ROOT/backbone", "--head", "none"], "prompt 1 is empty"),
     "no prompt": (2, ["generate", "--head", "none"], "give either prompts on the command line or --prompts FILE"),
     "long prompt": (1, ["generate", "x" * 3000, "--backbone", "ROOT/backbone", "--head", "none"], r"prompt 0 has 30\d\d tokens: .*max_positions=2048"),

@@ -116,14 +116,14 @@ def test_a_prompt_in_chunks_equals_one_in_one_piece(either, monkeypatch, chunk):
     monkeypatch.setattr(loop, "CHUNK", chunk)
     job = generate.make_job(either, PROMPTS, CONFIG)
     state = job.prefill()
-    np.testing.assert_allclose(state.hidden, expected, atol=1e-5)  # each row's own last token's, whichever chunk has it
+    np.testing.assert_allclose(state.hidden, expected, atol=1e-4)  # each row's own last token's, whichever chunk has it
     state = job.decode(state)
     assert [output.tokens for output in job.outputs(state)] == tokens_of(whole)
     lengths = np.asarray(state.cache.lengths)
     caches = state.cache, whole.state.cache
     for ours, theirs in zip(*(jax.tree.leaves((cache.keys, cache.values)) for cache in caches), strict=True):
         for row, length in enumerate(lengths):
-            np.testing.assert_allclose(ours[row, :, :length], theirs[row, :, :length], atol=1e-5)
+            np.testing.assert_allclose(ours[row, :, :length], theirs[row, :, :length], atol=1e-4)
 
 
 def test_a_second_turn_in_chunks(runtime, monkeypatch):

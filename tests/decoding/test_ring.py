@@ -19,6 +19,7 @@ from mtp_jax.config import ConfigError
 from mtp_jax.decoding import generate, loop, sampling
 from mtp_jax.drafters import mtp
 from mtp_jax.models import cache as cache_lib
+from mtp_jax.models import head as head_lib
 from mtp_jax.models import layers, presets
 
 WINDOW = 5
@@ -180,7 +181,7 @@ def prefilled(loaded, prompts, window_slots=WINDOW + M, pad=48):
 def drafting(request, backbone):
     """Drafter and parameters of a head whose pointer reads a full layer, or a ring."""
     loaded = fakes.head(backbone, dataclasses.replace(fakes.HEAD, pointer_donors=request.param))
-    head = generate.head_lib.Head(loaded.config, backbone.config)
+    head = head_lib.Head(loaded.config, backbone.config)
     return mtp.MTPDrafter(head), mtp.make_params(head, loaded.params, jnp.asarray(loaded.draft_ids), backbone.params)
 
 

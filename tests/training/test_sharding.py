@@ -118,7 +118,7 @@ try:
 except fit.NotFiniteError as error:
     stopped = str(error)
 mesh = sharding.make_mesh((2, 2, 2))
-state, _ = fit._begin(step.head_lib.Head(fakes.HEAD, backbone.config), examples, RUN, mesh, None)
+state, _ = fit._begin(fit.head_lib.Head(fakes.HEAD, backbone.config), examples, RUN, mesh, None)
 held = {name: leaf.addressable_shards[0].data.shape for name, leaf in flatten(state.head_params).items()}
 print(json.dumps(dict(one=one, cube=cube, other=other, stopped=stopped, sequences=Spoiled.bad, held=held,
     middle=metrics[9],
