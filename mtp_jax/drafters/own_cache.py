@@ -81,8 +81,8 @@ class PairDrafter(_OwnPairs):
             return (output.hidden, drafted), *mtp.choose(mixture, params.vocab, context.tokens, rules, keys, number)
 
         drafted = baselines.no_drafts(model.config, len(context.pending), 1, rules.num_draft, state.keys.dtype)
-        hidden = baselines.true_hidden(model, params.head, context.hidden[:, None])
-        return mtp.chain(take, context.pending[:, None], (hidden, drafted), rules)[0], state
+        pending, hidden = context.pending[:, None], baselines.true_hidden(model, params.head, context.hidden[:, None])
+        return mtp.chain(take, pending, (hidden, drafted), rules)[0], state
 
 
 @dataclass(frozen=True)
