@@ -6,7 +6,7 @@ Axis letters (einsum strings, type annotations and comments all use these):
     T  tokens of this call            K  key/value heads      C  draft vocabulary (candidates)
     S  cache slots                    G  N / K                M  drafted tokens per step
     D  backbone width                 H  head dimension       F  MLP width
-    W  width of the MTP head          P  pointer query heads
+    W  width of the MTP head          P  pointer query heads  E  D, and D more for each tap of the backbone
 
 Every field is checked when the dataclass is made; the error names the field, the value and the rule.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 LayerType = Literal["full", "sliding"]
-BaselineKind = Literal["standalone", "eagle", "deepseek", "own_cache", "medusa"]
-DrafterName = Literal["mtp", "prompt_lookup", "hybrid", "standalone", "eagle", "deepseek", "own_cache", "medusa", "early_exit", "jacobi"]
+BaselineKind = Literal["standalone", "eagle", "eagle3", "deepseek", "own_cache", "medusa"]
+DrafterName = Literal["mtp", "prompt_lookup", "hybrid", "standalone", "eagle", "eagle3", "deepseek", "own_cache", "medusa", "early_exit", "jacobi"]
 HEADLESS: tuple[DrafterName, ...] = ("prompt_lookup", "early_exit", "jacobi")  # drafters without anything trained
 # num_draft and short_drafts that suit each: a head is right about four times in a row at best, a copy for as long as it goes on.
 DRAFT_LENGTHS: dict[DrafterName, tuple[int, tuple[int, ...]]] = {
@@ -29,6 +29,7 @@ DRAFT_LENGTHS: dict[DrafterName, tuple[int, tuple[int, ...]]] = {
     "hybrid": (10, (4,)),
     "standalone": (4, ()),
     "eagle": (4, ()),
+    "eagle3": (4, ()),
     "deepseek": (4, ()),
     "own_cache": (4, ()),
     "medusa": (4, ()),
@@ -317,6 +318,11 @@ class HeadConfig:
         """Backbone layers whose K/V this head reads, in ascending order."""
         return tuple(sorted(set(self.donors) | set(self.pointer_donors)))
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Inner states of the backbone that it reads: none."""
+        return ()
+
     def check_fits(self, backbone: BackboneConfig) -> None:
         """Raise ConfigError unless a head of this shape can read a backbone of that shape."""
         _check_backbone(self, backbone)
@@ -386,6 +392,7 @@ _LAYER = ("width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")
 _PARTS: dict[BaselineKind, tuple[str, ...]] = {
     "standalone": (*_LAYER, "num_layers"),
     "eagle": _LAYER,
+    "eagle3": _LAYER,
     "deepseek": _LAYER,
     "own_cache": _LAYER,
     "medusa": ("num_draft",),
@@ -404,7 +411,7 @@ class BaselineConfig:
     backbone_width: int  # D; with the next two, the shape this draft model fits
     backbone_vocab_size: int
     backbone_layers: int
-    width: int = 0  # W; of eagle and deepseek, that of the backbone
+    width: int = 0  # W; of eagle, eagle3 and deepseek, that of the backbone
     mlp_width: int = 0
     num_heads: int = 0  # this and the next two: of its own attention
     num_kv_heads: int = 0
@@ -413,8 +420,10 @@ class BaselineConfig:
     num_draft: int = 0  # medusa only: heads it has, one per drafted token
     pointer_heads: int = 0  # own_cache only: independent pointers; 0 is none
     norm_eps: float = 1e-5
+    taps: tuple[int, ...] = field(default=(), metadata=_LATER)  # eagle3 only: it reads the backbone's state after so many layers, for each number
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", tuple(self.taps))
         _require(self.kind in get_args(BaselineKind), "kind", self.kind, f"must be one of {', '.join(get_args(BaselineKind))}")
         _require_positive(self, "draft_vocab_size", "backbone_width", "backbone_vocab_size", "backbone_layers", *_PARTS[self.kind])
         for name in {"num_layers", "num_draft", *_LAYER} - set(_PARTS[self.kind]):
@@ -424,7 +433,13 @@ class BaselineConfig:
         if self.kind != "medusa":
             _require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, f"must be a multiple of num_kv_heads={self.num_kv_heads}")
             _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even (rotary embedding turns pairs)")
-        if self.kind in ("eagle", "deepseek"):  # their output goes into the backbone's unembedding
+        if self.kind == "eagle3":
+            rule = f"must be ascending numbers of backbone layers, each in 1..{self.backbone_layers}"
+            ascending = self.taps == tuple(sorted(set(self.taps)))
+            _require(len(self.taps) > 0 and ascending and 1 <= self.taps[0] and self.taps[-1] <= self.backbone_layers, "taps", self.taps, rule)
+        else:
+            _require(not self.taps, "taps", self.taps, f"must be empty: {self.kind} reads the backbone's last state alone, or none")
+        if self.kind in ("eagle", "eagle3", "deepseek"):  # their output goes into the backbone's unembedding
             _require(self.width == self.backbone_width, "width", self.width, f"must be the backbone's, {self.backbone_width}, with kind={self.kind!r}")
         size, all_tokens = self.draft_vocab_size, self.backbone_vocab_size
         _require(size <= all_tokens, "draft_vocab_size", size, f"must not exceed the backbone's vocabulary of {all_tokens}")
@@ -456,13 +471,13 @@ class BaselineConfig:
         if self.kind == "medusa":
             _require(training.num_draft <= self.num_draft, "num_draft", training.num_draft, f"must be at most {self.num_draft}, the heads there are")
         hidden = "hidden" in dict(loss_terms(training.loss))
-        rule = "must not have the term hidden: a standalone model does not estimate the backbone's hidden states"
-        _require(self.kind != "standalone" or not hidden, "loss", training.loss, rule)
+        rule = f"must not have the term hidden: {self.kind} does not estimate the backbone's hidden states"
+        _require(self.kind not in ("standalone", "eagle3") or not hidden, "loss", training.loss, rule)
 
 
 def baseline_config_for(backbone: BackboneConfig, kind: BaselineKind, **changes: Any) -> BaselineConfig:
     """The default of its kind: one layer as wide as the backbone's, with heads as its have; a standalone model two, half as wide, and over all
-    tokens; Medusa four heads."""
+    tokens; Medusa four heads; eagle3 the taps of its authors' code, which a backbone of seven layers or more has."""
     defaults: dict[str, Any] = dict(
         kind=kind,
         draft_vocab_size=backbone.vocab_size if kind == "standalone" else min(8192, backbone.vocab_size),
@@ -486,6 +501,8 @@ def baseline_config_for(backbone: BackboneConfig, kind: BaselineKind, **changes:
         defaults |= {"num_layers": 2}
     if kind == "own_cache":
         defaults |= {"pointer_heads": 1}
+    if kind == "eagle3":
+        defaults |= {"taps": (2, backbone.num_layers // 2, backbone.num_layers - 3)}
     config = BaselineConfig(**(defaults | changes))
     config.check_fits(backbone)
     return config

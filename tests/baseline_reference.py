@@ -19,7 +19,10 @@ def draft(head: load.LoadedHead, loaded: load.LoadedBackbone, tokens: list[int],
     if kind == "standalone":
         small = baselines.Standalone(head.config, loaded.config).model.config
         return [reference.softmax(reference.backbone(head.params, small, tokens + given[:k])[1][-1]) for k in range(len(given))]
-    hidden = reference.backbone(loaded.params, loaded.config, tokens[:-1])[0]
+    stream: list[np.ndarray] = []
+    hidden = reference.backbone(loaded.params, loaded.config, tokens[:-1], stream)[0]
+    if kind == "eagle3":
+        hidden = np.concatenate([stream[tap] for tap in head.config.taps], axis=1) @ _array(head.params["fuse"]["kernel"])
     table = _array(loaded.params["embed"]["embedding"])
     unembedding = (table if loaded.config.tied_embeddings else _array(loaded.params["unembed"]["kernel"]).T)[head.draft_ids]
     inputs = [tokens[-1], *given[:-1]]
@@ -31,26 +34,35 @@ def draft(head: load.LoadedHead, loaded: load.LoadedBackbone, tokens: list[int],
 
 
 def _layer(head, loaded, tokens, pairs, inputs, unembedding):
-    """EAGLE, DeepSeek: a causal layer over the list of pairs, of which each step adds one (the first is there already)."""
+    """EAGLE, EAGLE-3, DeepSeek: a causal layer over the list of pairs, of which each step adds one (the first is there already)."""
     params, config, found = head.params, head.config, []
     for embedded in inputs:
         if found:
             pairs = [*pairs, (embedded, state)]  # noqa: F821  # of the step before
-        x = np.stack([_input(head, *pair) for pair in pairs])
-        n = reference.rms_norm(x, params["attn_norm"]["scale"], config.norm_eps)
+        if config.kind == "eagle3":
+            x = np.stack([own for _, own in pairs])
+            normed = [(token, params["embed_norm"], own, params["hidden_norm"]) for token, own in pairs]
+            n = np.stack([np.concatenate([_norm(head, one, a), _norm(head, other, b)]) for one, a, other, b in normed])
+        else:
+            x = np.stack([_input(head, *pair) for pair in pairs])
+            n = _norm(head, x, params["attn_norm"])
         q, k, v = ((n @ _array(params[name]["kernel"])).reshape(len(x), -1, config.head_dim) for name in ("q", "own_k", "own_v"))
         q, k = (np.stack([reference.rope(row, place, loaded.config.rope_theta) for place, row in enumerate(part)]) for part in (q, k))
         last = x[-1] + reference.attend(q[-1], k.swapaxes(0, 1), v.swapaxes(0, 1), range(len(x))) @ _array(params["o"]["kernel"])
         state = last + reference.gated_mlp(reference.rms_norm(last, params["mlp_norm"]["scale"], config.norm_eps), params["mlp"])
-        features = reference.rms_norm(state, params["norm"]["scale"], config.norm_eps) if config.kind == "deepseek" else state
+        features = state if config.kind == "eagle" else _norm(head, state, params["norm"])
         found.append(_spread(head, unembedding @ features, loaded))
     return found
 
 
+def _norm(head, x, params):
+    return reference.rms_norm(x, params["scale"], head.config.norm_eps)
+
+
 def _input(head, embedded, state):
-    params, epsilon = head.params, head.config.norm_eps
+    params = head.params
     if head.config.kind == "deepseek":
-        parts = reference.rms_norm(state, params["hidden_norm"]["scale"], epsilon), reference.rms_norm(embedded, params["embed_norm"]["scale"], epsilon)
+        parts = _norm(head, state, params["hidden_norm"]), _norm(head, embedded, params["embed_norm"])
     else:
         parts = embedded, state
     return np.concatenate(parts) @ _array(params["pre"]["kernel"])

@@ -116,6 +116,8 @@ def baseline(loaded: load.LoadedBackbone, kind: config_lib.BaselineKind, *, seed
         changes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 10} | changes
     if kind != "standalone":
         changes = {"draft_vocab_size": 24} | changes
+    if kind == "eagle3":
+        changes = {"taps": (1, 2, 4)} | changes
     config = config_lib.baseline_config_for(loaded.config, kind, **changes)
     shapes = jax.eval_shape(lambda: forms.init_params(config, loaded.config, jax.random.key(0)))
     params = random_like(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes), seed, gain=1.5)

@@ -11,11 +11,18 @@ from typing import Any
 import numpy as np
 
 
-def backbone(params: dict[str, Any], config: Any, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """Hidden states after the final norm [T, D], logits [T, V], and K and V of every layer [K, T, H], of one text."""
+def backbone(
+    params: dict[str, Any], config: Any, tokens: list[int], stream: list[np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """Hidden states after the final norm [T, D], logits [T, V], and K and V of every layer [K, T, H], of one text.
+
+    `stream` takes the residual stream [T, D] of the embeddings and after every layer, where there is one.
+    """
     table = _array(params["embed"]["embedding"])
     x = table[np.asarray(tokens)]
     keys, values = [], []
+    stream = [] if stream is None else stream
+    stream.append(x)
     for index in range(config.num_layers):
         layer = params[f"layers_{index}"]
         normed = rms_norm(x, layer["attn_norm"]["scale"], config.norm_eps)
@@ -28,6 +35,7 @@ def backbone(params: dict[str, Any], config: Any, tokens: list[int]) -> tuple[np
         x = x + gated_mlp(rms_norm(x, layer["mlp_norm"]["scale"], config.norm_eps), layer["mlp"])
         keys.append(k)
         values.append(v)
+        stream.append(x)
     hidden = rms_norm(x, params["final_norm"]["scale"], config.norm_eps)
     unembedding = table.T if config.tied_embeddings else _array(params["unembed"]["kernel"])
     return hidden, hidden @ unembedding, keys, values

@@ -28,8 +28,8 @@ Drafter = Annotated[
     tyro.conf.arg(
         help="Who drafts: mtp is the head; prompt_lookup copies what followed the last tokens earlier in the text; hybrid copies where at least three "
         "tokens match, and lets the head draft elsewhere, four tokens at most; early_exit is the backbone's first layers; jacobi its own earlier "
-        "choices; standalone, eagle, deepseek, own_cache and medusa are a --head trained with that --form. prompt_lookup, early_exit and jacobi need "
-        "no head."
+        "choices; standalone, eagle, eagle3, deepseek, own_cache and medusa are a --head trained with that --form. prompt_lookup, early_exit and "
+        "jacobi need no head."
     ),
 ]
 Report = Callable[[int, int, str], None]  # (done, total, note)

@@ -23,12 +23,12 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 class HeadShape:
     """Flags that describe a head to be trained."""
 
-    form: Literal["light", "assistant", "standalone", "eagle", "deepseek", "own_cache", "medusa"] = "light"
+    form: Literal["light", "assistant", "standalone", "eagle", "eagle3", "deepseek", "own_cache", "medusa"] = "light"
     """Form of the head. light: as few layers as you name, the backbone's unembedding, a pointer. assistant: that of Gemma 4's assistants, which
     `mtp-jax export` writes for transformers: four layers 256 wide, more norms, its own table over all tokens, no pointer. Flags below change it.
-    The others are baselines, which read no K/V of the backbone. standalone: a small language model, two layers half as wide. eagle, deepseek:
-    EAGLE-1, and the module of DeepSeek-V3, with K/V of their own. own_cache: light, with K/V of its own. medusa: --num-draft heads on one state.
-    Decode with --drafter of the same name."""
+    The others are baselines, which read no K/V of the backbone. standalone: a small language model, two layers half as wide. eagle, eagle3,
+    deepseek: EAGLE-1, EAGLE-3, and the module of DeepSeek-V3, with K/V of their own. own_cache: light, with K/V of its own. medusa: --num-draft
+    heads on one state. Decode with --drafter of the same name."""
     donors: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...", help_behavior_hint="")] = ()
     """Backbone layers whose keys and values the head attends to, one per head layer. Default: one head layer on the last full-attention layer."""
     width: Annotated[int | None, shared.Unset] = None
@@ -44,6 +44,8 @@ class HeadShape:
     """Width of one head of a baseline's own attention. Default: the backbone's."""
     num_layers: Annotated[int | None, shared.Unset] = None
     """Layers of a standalone model. Default: 2."""
+    taps: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYERS ...", help_behavior_hint="")] = ()
+    """With --form eagle3: the backbone's states after so many layers, ascending, are what it reads. Default: 2, half of them, and all but 3."""
     draft_vocab_size: Annotated[int | None, shared.Unset] = None
     """Tokens the head can draft: the most frequent ones of the rollouts. Default: 8192; with --form assistant all."""
     query_position: Literal["pending", "last"] = "pending"
@@ -83,6 +85,8 @@ class HeadShape:
         for name in ("width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "num_layers", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 chosen[name] = getattr(self, name)
+        if self.taps:
+            chosen["taps"] = self.taps
         if kind == "own_cache":
             chosen["pointer_heads"] = self.pointer_heads if self.pointer else 0
         if kind == "medusa":
@@ -98,6 +102,8 @@ class HeadShape:
         if (self.form not in ("light", "own_cache") and self.pointer_heads != 1) or (self.form != "light" and self.pointer_donors):
             flag = "--pointer-donors" if self.pointer_donors else "--pointer-heads"
             raise shared.UsageError(f"{flag}: --form {self.form} {'points at its own keys' if self.form == 'own_cache' else 'has no pointer'}")
+        if self.taps and self.form != "eagle3":
+            raise shared.UsageError(f"--taps: --form {self.form} reads the backbone's last state alone, or none")
         for name in ("num_kv_heads", "head_dim", "num_layers"):
             if mtp and getattr(self, name) is not None:
                 raise shared.UsageError(f"--{name.replace('_', '-')}: --form {self.form} has no K/V of its own")
@@ -215,13 +221,15 @@ class Train(HeadShape, shared.BackboneFlags):
             if jax.process_count() > 1:
                 raise shared.UsageError(f"--features {folder}: not there yet; compute it with one process (the same command with --steps 1, and another --out)")
             config = backbone.config
-            per_token = _BYTES[self.features_dtype] * (config.width + sum(config.kv_heads_of(layer) * config.head_dim_of(layer) for layer in (*keys, *values)))
+            module = Backbone(config, taps=head.taps)
+            numbers = module.hidden_width + sum(config.kv_heads_of(layer) * config.head_dim_of(layer) for layer in (*keys, *values))
+            per_token = _BYTES[self.features_dtype] * numbers
             tokens = sum(min(len(example.tokens), self.config.max_length) for example in examples)
             shared.say(f"features: {per_token:,} bytes a token, {tokens:,} tokens, {per_token * tokens / 1e6:,.1f} MB in {folder}")
             with shared.progress("features") as report:
                 features.build(
                     folder,
-                    Backbone(backbone.config),
+                    module,
                     backbone.params,
                     examples,
                     backbone_fingerprint=backbone.fingerprint,
@@ -232,7 +240,13 @@ class Train(HeadShape, shared.BackboneFlags):
                     progress=lambda done, total: report(done, total, ""),
                 )
         return features.open_store(
-            folder, examples, backbone_fingerprint=backbone.fingerprint, key_layers=keys, value_layers=values, max_length=self.config.max_length
+            folder,
+            examples,
+            backbone_fingerprint=backbone.fingerprint,
+            key_layers=keys,
+            value_layers=values,
+            max_length=self.config.max_length,
+            taps=head.taps,
         )
 
 

@@ -61,11 +61,16 @@ class Runtime:
 
     def without_drafter(self) -> Runtime:
         """The same backbone arrays, decoding one token a step."""
-        return dataclasses.replace(self, drafter=None, drafter_params=None)
+        return dataclasses.replace(self.tapping(()), drafter=None, drafter_params=None)
 
     def at_fixed_width(self) -> Runtime:
         """The same backbone arrays, one new token a step at the width of a verify pass: the reference for comparisons bit by bit."""
         return dataclasses.replace(self, drafter=fixed_width.FixedWidth(), drafter_params=None)
+
+    def tapping(self, taps: tuple[int, ...]) -> Runtime:
+        """The same backbone arrays, handing over these inner states as well."""
+        prefill_module, step_module = (backbone_lib.Backbone(module.config, module.column_blocks, taps) for module in (self.prefill_module, self.step_module))
+        return dataclasses.replace(self, prefill_module=prefill_module, step_module=step_module)
 
     def drafter_bytes(self, state: Any = ()) -> dict[str, int]:
         """Bytes the drafter adds to the backbone: its parameters and draft rows, and its state per batch."""
@@ -118,7 +123,7 @@ def attach(runtime: Runtime, head: LoadedHead | None, drafter: config_lib.Drafte
             "early_exit": early_exit.EarlyExit(runtime.step_module.config),
             "jacobi": jacobi.Jacobi(),
         }
-        return dataclasses.replace(runtime, drafter=headless[drafter], drafter_params=None)
+        return dataclasses.replace(runtime.tapping(()), drafter=headless[drafter], drafter_params=None)
     if head is None:
         raise config_lib.ConfigError(f"drafter={drafter!r}: needs a head")
     if head.config.drafter != ("mtp" if drafter == "hybrid" else drafter):
@@ -129,7 +134,7 @@ def attach(runtime: Runtime, head: LoadedHead | None, drafter: config_lib.Drafte
     if drafter == "hybrid":
         assert isinstance(drafting, mtp.MTPDrafter)
         drafting = hybrid.Hybrid(drafting)
-    return dataclasses.replace(runtime, drafter=drafting, drafter_params=params)
+    return dataclasses.replace(runtime.tapping(head.config.taps), drafter=drafting, drafter_params=params)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class DecodeState(struct.PyTreeNode):
 
     # evolving
     cache: cache_lib.Cache  # lengths == number of tokens - 1, always: the pending token is not in it
-    hidden: Float[Array, "B D"]  # backbone's state at slot lengths - 1
+    hidden: Float[Array, "B E"]  # backbone's state at slot lengths - 1, and its taps
     done: Bool[Array, " B"]
     drafter_state: Any
     # output
@@ -97,7 +97,7 @@ def prefill(
 ) -> DecodeState:
     """Run the prompts through the backbone, in chunks, and choose each row's first token.
 
-    The expensive program (`read`) does not depend on the drafter or the rules, so all share it. A drafter that keeps a state is
+    The expensive program (`read`) does not depend on the drafter or the rules, so all share it but one that taps the backbone. A drafter that keeps a state is
     told of every chunk.
 
     Args:
@@ -110,7 +110,7 @@ def prefill(
       window_slots: R of the layers with a window (see models/cache.py); None gives them S as well.
 
     Raises:
-      ConfigError: window_slots are too few for the window and config.num_draft, or the drafter's state is not in `before`.
+      ConfigError: window_slots are too few for the window and config.num_draft, or the drafter's state, or taps, are not in `before`.
     """
     batch, window = len(prompts), backbone.config.sliding_window
     if window is not None and window_slots is not None:
@@ -118,9 +118,9 @@ def prefill(
     if before is None:
         cache = cache_lib.empty(backbone.config, batch, num_slots, window_slots)
         text = jnp.zeros((batch, num_slots + 1), jnp.int32)
-        hidden = jnp.zeros((batch, backbone.config.width), backbone.config.dtype)
+        hidden = jnp.zeros((batch, backbone.hidden_width), backbone.config.dtype)
     else:
-        cache, text, hidden = before.cache, before.tokens, before.hidden
+        cache, text, hidden = before.cache, before.tokens, _hidden_of(before, backbone)
         prompts, prompt_lengths = jnp.concatenate([before.pending[:, None], prompts], axis=1), prompt_lengths + 1
         if not cache_lib.has_shape(cache, backbone.config, num_slots, window_slots):
             cache, text = cache_lib.grow(cache, backbone.config, num_slots, window_slots), jnp.pad(text, ((0, 0), (0, num_slots - cache.num_slots)))
@@ -138,6 +138,14 @@ def prefill(
             seen = drafters.Seen(start=start, counts=counts, previous=previous, hidden=states)
             drafter_state = _tell(drafter, drafter_params, drafter_state, seen, backbone_params, cache, hidden, text, request)
     return begin(backbone, backbone_params, cache, hidden, text, request, drafter_state, config=config)
+
+
+def _hidden_of(before: DecodeState, backbone: backbone_lib.Backbone) -> Float[Array, "B E"]:
+    """The state of `before` for this backbone, without taps that it has not."""
+    if before.hidden.shape[1] < backbone.hidden_width:
+        rule = "are not kept of a text decoded without them; begin again with the whole text as prompt"
+        raise config_lib.ConfigError(f"taps={backbone.taps}: {rule}")
+    return before.hidden if before.hidden.shape[1] == backbone.hidden_width else before.hidden[:, : backbone.hidden_width]
 
 
 def _drafter_state(drafter: drafters.Drafter, batch: int, num_slots: int, before: DecodeState | None) -> Any:
@@ -160,7 +168,7 @@ def _tell(
     seen: drafters.Seen,
     backbone_params: Any,
     cache: cache_lib.Cache,
-    hidden: Float[Array, "B D"],
+    hidden: Float[Array, "B E"],
     tokens: Int[Array, "B S+1"],
     request: Request,
 ) -> Any:
@@ -175,10 +183,10 @@ def read(
     backbone: backbone_lib.Backbone,
     backbone_params: Any,
     cache: cache_lib.Cache,
-    hidden: Float[Array, "B D"],
+    hidden: Float[Array, "B E"],
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
-) -> tuple[cache_lib.Cache, Float[Array, "B D"], Float[Array, "B T D"]]:
+) -> tuple[cache_lib.Cache, Float[Array, "B E"], Float[Array, "B T E"]]:
     """Append the first `counts` (0..T) tokens of each row to the cache; hidden state of each row's last token, the one given where there
     is none, and of all of them."""
     output = backbone.apply({"params": backbone_params}, tokens, cache, counts=counts, with_logits=False)
@@ -192,7 +200,7 @@ def begin(
     backbone: backbone_lib.Backbone,
     backbone_params: Any,
     cache: cache_lib.Cache,
-    hidden: Float[Array, "B D"],
+    hidden: Float[Array, "B E"],
     tokens: Int[Array, "B S+1"],
     request: Request,
     drafter_state: Any = (),

@@ -24,7 +24,7 @@ class Context(struct.PyTreeNode):
 
     tokens: Int[Array, "B S+1"]  # the text so far; beyond a row's pending token the entries mean nothing
     pending: Int[Array, " B"]  # newest committed token, tokens[lengths]; its K/V is not in the cache
-    hidden: Float[Array, "B D"]  # backbone's state after the final norm at slot lengths - 1
+    hidden: Float[Array, "B E"]  # backbone's state after the final norm at slot lengths - 1, and its taps (E is D: most drafters ask for none)
     cache: cache_lib.Cache  # slots 0..lengths-1 are valid
     backbone_params: Any
     keys: Array | None = None  # one random key a row [B], for drafters that sample
@@ -47,8 +47,8 @@ class Seen(struct.PyTreeNode):
 
     start: Int[Array, " B"]  # slot of the first of them
     counts: Int[Array, " B"]  # how many of them are text now: the rest is padding, or was rejected; 0 in rows that are done
-    previous: Float[Array, "B D"]  # the backbone's state at slot start - 1; means nothing where start is 0
-    hidden: Float[Array, "B T D"]  # the same at slots start .. start + T - 1, of rejected tokens too
+    previous: Float[Array, "B E"]  # the backbone's state at slot start - 1; means nothing where start is 0
+    hidden: Float[Array, "B T E"]  # the same at slots start .. start + T - 1, of rejected tokens too
     targets: Int[Array, "B T"] | None = None  # what the backbone chose after each of them; None while a prompt is read
 
 

@@ -1,4 +1,4 @@
-"""Drafters with K/V of their own, one layer of it: EAGLE, the DeepSeek-V3 module, and the MTP head over its own K/V (models/baselines.py).
+"""Drafters with K/V of their own, one layer of it: EAGLE, EAGLE-3, the DeepSeek-V3 module, and the MTP head over its own K/V (models/baselines.py).
 
 State: K/V of true pairs, pair t = (x_{t+1}, h_t) in slot t. Before a draft, with backbone slots 0..p valid, slots 0..p-1 are right; the
 newest pair (pending, h_p) is the first draft step's. `commit` makes the pairs of all tokens that a pass has read, each with the state
@@ -53,7 +53,7 @@ class _OwnPairs:
         return self._write(params, state, context, tokens, hidden, first)
 
     def _write(
-        self, params: mtp.Params, state: State, context: drafters.Context, tokens: Int[Array, "B T"], hidden: Float[Array, "B T D"], first: Int[Array, " B"]
+        self, params: mtp.Params, state: State, context: drafters.Context, tokens: Int[Array, "B T"], hidden: Float[Array, "B T E"], first: Int[Array, " B"]
     ) -> State:
         """Put pairs first..first+T-1 into their slots."""
         embedded = context.backbone_params["embed"]["embedding"][tokens]
@@ -63,7 +63,7 @@ class _OwnPairs:
 
 @dataclass(frozen=True)
 class PairDrafter(_OwnPairs):
-    """EAGLE, or the DeepSeek-V3 module: drafted pairs are seen by the drafts after them, and are gone after the step."""
+    """EAGLE, EAGLE-3, or the DeepSeek-V3 module: drafted pairs are seen by the drafts after them, and are gone after the step."""
 
     model: baselines.PairHead
 
@@ -81,7 +81,8 @@ class PairDrafter(_OwnPairs):
             return (output.hidden, drafted), *mtp.choose(mixture, params.vocab, context.tokens, rules, keys, number)
 
         drafted = baselines.no_drafts(model.config, len(context.pending), 1, rules.num_draft, state.keys.dtype)
-        return mtp.chain(take, context.pending[:, None], (context.hidden[:, None], drafted), rules)[0], state
+        pending, hidden = context.pending[:, None], baselines.true_hidden(model, params.head, context.hidden[:, None])
+        return mtp.chain(take, pending, (hidden, drafted), rules)[0], state
 
 
 @dataclass(frozen=True)

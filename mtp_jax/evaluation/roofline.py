@@ -106,7 +106,8 @@ def _baseline_work(params: dict[str, Any], head: config_lib.BaselineConfig, *, b
     if head.kind == "medusa":
         layers, matrices = _elements(params) // head.num_draft, _matrices(params) // head.num_draft
     else:
-        own = {name: value for name, value in params.items() if name != "embed"}  # of the table only rows are read, until it is the unembedding
+        # Of the table only rows are read, until it is the unembedding; fusing taps is a part of taking in.
+        own = {name: value for name, value in params.items() if name not in ("embed", "fuse")}
         layers, matrices = _elements(own), _matrices(own)
     unembedding = head.draft_vocab_size * (head.width if head.kind == "standalone" else head.backbone_width)
     attentions, slots = (0 if head.kind == "medusa" else max(head.num_layers, 1)), num_slots * head.head_dim

@@ -11,6 +11,9 @@ Two uses of one forward pass:
     with a cache     tokens go to slots lengths..lengths+T-1 and see the slots before them (prefill, verify);
     without          tokens are a whole sequence from position 0; the returned cache holds just their K/V (training).
 
+With `taps`, what a pass hands over of each token is its state after the final norm and, behind it, the residual stream after so many
+layers, side by side; logits come from the first alone.
+
 Sources: Touvron et al. 2023 (Llama), Ainslie et al. 2023 (GQA), Yang et al. 2025 (Qwen 3), the technical reports of
 Gemma 2 and 3, and for Gemma 4 the computation in transformers 5.24.
 """
@@ -34,16 +37,20 @@ Slots = cache_lib.KeysValues | cache_lib.View | None  # of a layer: its own, or 
 class BackboneOutput(struct.PyTreeNode):
     """What one forward pass gives."""
 
-    hidden: Float[Array, "B T D"]  # after the final norm: what the head reads
+    hidden: Float[Array, "B T E"]  # after the final norm, and after each tap: what the head reads
     logits: Float[Array, "B T V"] | None  # float32; None when not asked for
     cache: cache_lib.Cache  # K/V of these tokens added; `lengths` as it came in: committing is the caller's
 
 
 class Backbone(nn.Module):
-    """Transformer driven by its config. `column_blocks` selects the kernel layout (see layers.py)."""
+    """Transformer driven by its config. `column_blocks` selects the kernel layout (see layers.py).
+
+    A tap of t is the residual stream after t layers, 1..num_layers, where layer t would take it up; no tap is the usual case.
+    """
 
     config: config_lib.BackboneConfig
     column_blocks: bool = False
+    taps: tuple[int, ...] = ()
 
     def setup(self) -> None:
         cfg = self.config
@@ -59,6 +66,11 @@ class Backbone(nn.Module):
     def reads_table_as_unembedding(self) -> bool:
         """Tied embeddings, except in column blocks: there the unembedding is a tree entry of its own, in its own layout."""
         return self.config.tied_embeddings and not self.column_blocks
+
+    @property
+    def hidden_width(self) -> int:
+        """E."""
+        return self.config.width * (1 + len(self.taps))
 
     def __call__(
         self,
@@ -78,6 +90,7 @@ class Backbone(nn.Module):
             as many tokens as they have slots beyond the window; other layers don't look at it.
           with_logits: False saves the product with the unembedding.
           depth: run so many of the first layers only, 1..num_layers, with a cache; slots of the others come back as they are. None runs all.
+            Not together with taps.
         """
         cfg = self.config
         start = jnp.zeros(tokens.shape[:1], jnp.int32) if cache is None else cache.lengths
@@ -87,6 +100,7 @@ class Backbone(nn.Module):
         span = cache_lib.Span(start, counts, tokens.shape[1] if cache is None else cache.num_slots)
         views: list[cache_lib.View] = []
         filled: list[cache_lib.KeysValues] = []
+        tapped: dict[int, Array] = {}
         for index, layer in enumerate(self.layers[:depth]):
             if index < cfg.num_kv_layers:
                 slots = None if cache is None else (cache.keys[index], cache.values[index])
@@ -95,15 +109,20 @@ class Backbone(nn.Module):
             x, view, kv = layer(x, positions, slots, span, None if own_inputs is None else own_inputs[:, :, index])
             views.append(view)
             filled.append(kv)
+            if index + 1 in self.taps:
+                tapped[index + 1] = x
         hidden = self.final_norm(x)
         logits = self.logits(hidden) if with_logits or self.is_initializing() else None
+        if self.taps:
+            hidden = jnp.concatenate([hidden, *(tapped[tap] for tap in self.taps)], axis=-1)
         if depth is not None and cache is not None:
             filled += list(zip(cache.keys, cache.values, strict=True))[depth:]
         keys, values = zip(*filled[: cfg.num_kv_layers], strict=True)
         return BackboneOutput(hidden=hidden, logits=logits, cache=cache_lib.Cache(keys=keys, values=values, lengths=start, num_slots=span.num_slots))
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Float32 logits of hidden states (after the final norm)."""
+    def logits(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """Float32 logits of hidden states (after the final norm; taps behind it are not looked at)."""
+        hidden = hidden[..., : self.config.width]
         raw = self.embed.attend(hidden) if self.reads_table_as_unembedding else self.unembed(hidden)
         return layers.softcap(raw.astype(jnp.float32), self.config.final_softcap)
 

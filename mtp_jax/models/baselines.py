@@ -4,20 +4,24 @@ Pair t of a text is (x_{t+1}, h_t): a token, and the backbone's state (after its
 x_{p+1} pending, draft step k takes pair p+k-1, with the draft before and the model's own hidden state from k = 2 on:
 
     eagle       x = pre [embed; h]                      h' = features = layer(x)              Li et al. 2024 (EAGLE-1), arXiv 2401.15077
+    eagle3      x = h                                   h' = layer(x), features = norm(h')    Li et al. 2025 (EAGLE-3), arXiv 2503.01840
     deepseek    x = pre [norm(h); norm(embed)]          h' = layer(x), features = norm(h')    DeepSeek-V3, arXiv 2412.19437, section 2.2
     own_cache   the MTP head of head.py, but over K/V made from its own input pre [embed; h] at every true pair
     medusa      features of step k = h_p + silu(heads_k h_p): no token, no layer              Cai et al. 2024, arXiv 2401.10774
     standalone  a small Llama with its own token table, tied: it reads x_0..x_{p+1} and no h  Leviathan et al. 2023, arXiv 2211.17192
 
+    eagle3 reads no last state: its h_t is fuse [low; middle; high], of the residual stream after three numbers of layers, the taps. Its layer
+    attends with [norm(embed); norm(x)], twice as wide as x, which alone goes on as the residual.
+
     logits = features · draft rows of the backbone's unembedding, which is frozen (standalone: · its own table)
 
-The layer of eagle and deepseek attends to the true pairs 0..p and to the drafted ones up to its own, each at its own position. The queries
+The layer of eagle, eagle3 and deepseek attends to the true pairs 0..p and to the drafted ones up to its own, each at its own position. The queries
 of own_cache stand at p+1 and see the true pairs 0..p in every step, as those of the MTP head see the backbone's slots. K and V of a pair
 follow from the pair alone, as there is one layer: a prompt costs no attention, and when drafts are kept, theirs are made anew from the
 backbone's states.
 
-Two deviations: EAGLE's published code leaves out the first norm of its layer and has a bias in `pre`; DeepSeek's main model hands over its
-state before the final norm.
+Deviations: EAGLE's published code leaves out the first norm of its layer and has a bias in `pre`; EAGLE-3 learns rows of its own for the draft
+vocabulary; DeepSeek's main model hands over its state before the final norm.
 """
 
 from __future__ import annotations
@@ -48,7 +52,10 @@ class Drafted(struct.PyTreeNode):
 
 
 class PairHead(nn.Module):
-    """EAGLE and the DeepSeek-V3 module: one decoder layer over pairs."""
+    """EAGLE, EAGLE-3 and the DeepSeek-V3 module: one decoder layer over pairs.
+
+    `hidden` of a true pair is what `true_hidden` makes of the backbone's states.
+    """
 
     config: config_lib.BaselineConfig
     backbone: config_lib.BackboneConfig
@@ -58,10 +65,13 @@ class PairHead(nn.Module):
         cfg, dtype = self.config, self.backbone.dtype
         dense = partial(layers.Dense, column_blocks=self.column_blocks, dtype=dtype)
         norm = partial(layers.RMSNorm, cfg.norm_eps)
-        if cfg.kind == "deepseek":
+        if cfg.kind != "eagle":
             self.hidden_norm, self.embed_norm, self.norm = norm(), norm(), norm()
-        self.pre = dense(cfg.width)
-        self.attn_norm, self.mlp_norm = norm(), norm()
+        if cfg.kind == "eagle3":
+            self.fuse = dense(cfg.width)
+        else:
+            self.pre, self.attn_norm = dense(cfg.width), norm()
+        self.mlp_norm = norm()
         self.q = dense(cfg.num_heads * cfg.head_dim)
         self.own_k, self.own_v = dense(cfg.num_kv_heads * cfg.head_dim), dense(cfg.num_kv_heads * cfg.head_dim)
         self.o = dense(cfg.width)
@@ -82,14 +92,15 @@ class PairHead(nn.Module):
 
         Args:
           embedded: row of the backbone's token table for the newest token of the row (pending, or the previous draft), as stored.
-          hidden: h_p in the first step, later the model's own `hidden`.
+          hidden: that of the true pair p in the first step, later the model's own `hidden`.
           keys, values: of the true pairs, pair t in slot t. Slots 0..p-1 are read.
           last_slot: p of each row, the same in every step.
           drafted: what the step before returned; at first `no_drafts`.
           unembedding: the backbone's unembedding cut to the draft vocabulary.
         """
-        x = self._input(embedded, hidden)
-        n = self.attn_norm(x)
+        if self.is_initializing() and self.config.taps:
+            self.fuse_taps(jnp.zeros((1, 1, len(self.config.taps) * self.backbone.width), self.backbone.dtype))
+        x, n = self._inputs(embedded, hidden)
         positions = last_slot + k - 1
         added = [kv.swapaxes(1, 2)[:, :, :, None] for kv in self._keys_values(n, positions)]  # [B, T, K, 1, H]
         kept = [
@@ -100,21 +111,29 @@ class PairHead(nn.Module):
         before = layers.visible(last_slot - 1, keys.shape[2], last_slot, None)
         x = x + self.o(attend(queries, keys, values, before, drafted, jnp.arange(drafted.keys.shape[3]) < k))
         x = x + self.mlp(self.mlp_norm(x))
-        features = self.norm(x) if self.config.kind == "deepseek" else x
+        features = x if self.config.kind == "eagle" else self.norm(x)
         logits = layers.matmul(features, unembedding).astype(jnp.float32)
         return head_lib.HeadOutput(logits=logits, hidden=x, features=features, copy=None, gate=None), drafted
 
     def keys_values(self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> cache_lib.KeysValues:
         """K and V of true pairs, as their slots hold them: [B, K, T, H]."""
-        return self._keys_values(self.attn_norm(self._input(embedded, hidden)), positions)
+        return self._keys_values(self._inputs(embedded, hidden)[1], positions)
 
-    def _input(self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+    def fuse_taps(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T W"]:
+        """One state of the taps, which are last in `hidden`."""
+        return self.fuse(hidden[..., -len(self.config.taps) * self.backbone.width :])
+
+    def _inputs(self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"]) -> tuple[Float[Array, "B T W"], Float[Array, "B T A"]]:
+        """The residual stream, and what attention makes queries, keys and values of: A is W, of eagle3 2 W."""
         embedded = backbone_lib.scale_embedding(embedded, self.backbone.embedding_scale)
         hidden = hidden.astype(embedded.dtype)
+        if self.config.kind == "eagle3":
+            return hidden, jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         parts = [self.hidden_norm(hidden), self.embed_norm(embedded)] if self.config.kind == "deepseek" else [embedded, hidden]
-        return self.pre(jnp.concatenate(parts, axis=-1))
+        x = self.pre(jnp.concatenate(parts, axis=-1))
+        return x, self.attn_norm(x)
 
-    def _keys_values(self, n: Float[Array, "B T W"], positions: Int[Array, "B T"]) -> cache_lib.KeysValues:
+    def _keys_values(self, n: Float[Array, "B T A"], positions: Int[Array, "B T"]) -> cache_lib.KeysValues:
         keys = layers.rotate(self._heads(self.own_k(n)), positions, *_rope(self.backbone))
         return keys.swapaxes(1, 2), self._heads(self.own_v(n)).swapaxes(1, 2)
 
@@ -206,13 +225,21 @@ class OwnCacheHead:
         return layers.rotate(keys, positions, *_rope(self.backbone)).swapaxes(1, 2), values.swapaxes(1, 2)
 
 
+def true_hidden(model: PairHead, params: Any, hidden: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
+    """What true pairs have of the backbone's states: the states as they are, or the taps, fused."""
+    if not model.config.taps:
+        return hidden
+    fused: Any = model.apply({"params": params}, hidden, method="fuse_taps")
+    return fused
+
+
 def keys_values(
-    model: PairHead | OwnCacheHead, params: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    model: PairHead | OwnCacheHead, params: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T E"], positions: Int[Array, "B T"]
 ) -> cache_lib.KeysValues:
-    """K and V [B, K, T, H] of the true pairs at `positions`, of either kind of model that keeps them."""
+    """K and V [B, K, T, H] of the true pairs at `positions`, of either kind of model that keeps them, from the backbone's states."""
     if isinstance(model, OwnCacheHead):
         return model.keys_values(params, embedded, hidden, positions)
-    made: Any = model.apply({"params": params}, embedded, hidden, positions, method="keys_values")
+    made: Any = model.apply({"params": params}, embedded, true_hidden(model, params, hidden), positions, method="keys_values")
     return made
 
 
@@ -264,6 +291,7 @@ Baseline = PairHead | OwnCacheHead | Medusa | Standalone
 KINDS: dict[config_lib.BaselineKind, Any] = {
     "standalone": Standalone,
     "eagle": PairHead,
+    "eagle3": PairHead,
     "deepseek": PairHead,
     "own_cache": OwnCacheHead,
     "medusa": Medusa,

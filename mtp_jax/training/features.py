@@ -1,11 +1,11 @@
-"""What the head reads of the backbone, computed once: final hidden states, and K/V of the donor layers.
+"""What the head reads of the backbone, computed once: final hidden states, K/V of the donor layers, and inner states (taps) for a head that reads some.
 
 Training a head needs nothing else of the backbone's forward pass, so computing it once and reading it back makes every
 later epoch, and every other head on the same layers, several times cheaper. Logits are never stored; labels come from
 the hidden states and the frozen unembedding.
 
 On disk: one flat memory-mapped file per array, all sequences end to end (bfloat16 as its bits, uint16), and `manifest.json` that
-ties them to backbone, tokens, layers and dtype. It is written last: until then `unfinished.json` has its place, with the number
+ties them to backbone, tokens, layers, taps and dtype. It is written last: until then `unfinished.json` has its place, with the number
 of sequences that are safely on disk, and the same build goes on from there.
 """
 
@@ -36,7 +36,7 @@ FLUSH_EVERY = 16  # batches between two notes of how far a build is
 class Features(struct.PyTreeNode):
     """The backbone's side of one batch, behind stop_gradient."""
 
-    hidden: Float[data.HostArray, "B T D"]
+    hidden: Float[data.HostArray, "B T E"]  # as BackboneOutput has them: after the final norm, and after each tap
     keys: Mapping[int, Float[data.HostArray, "B K T H"]]  # by backbone layer
     values: Mapping[int, Float[data.HostArray, "B K T H"]]
 
@@ -47,7 +47,7 @@ class FeatureError(ValueError):
 
 @partial(jax.jit, static_argnames=("backbone", "key_layers", "value_layers"))
 def compute(backbone: backbone_lib.Backbone, backbone_params: Any, tokens: Array, *, key_layers: tuple[int, ...], value_layers: tuple[int, ...]) -> Features:
-    """Run the frozen backbone over whole sequences [B, T]; no gradient leads back to it."""
+    """Run the frozen backbone over whole sequences [B, T]; no gradient leads back to it. Taps are those of the module."""
     frozen = jax.lax.stop_gradient(backbone_params)
     output = backbone.apply({"params": frozen}, tokens, with_logits=False)
     assert isinstance(output, backbone_lib.BackboneOutput)
@@ -63,14 +63,14 @@ def compute(backbone: backbone_lib.Backbone, backbone_params: Any, tokens: Array
 class FeatureStore:
     """Memory-mapped features of a list of sequences."""
 
-    arrays: Mapping[str, np.ndarray]  # "hidden" [total, D], "keys_L" and "values_L" [total, K * H], in the dtype they are stored in
+    arrays: Mapping[str, np.ndarray]  # "hidden" and "tap_N" [total, D], "keys_L" and "values_L" [total, K * H], in the dtype they are stored in
     offsets: np.ndarray  # [sequences + 1]
     kv_heads: Mapping[int, int]  # K by backbone layer
 
-    def batch(self, batch: data.Batch, key_layers: tuple[int, ...], value_layers: tuple[int, ...]) -> Features:
+    def batch(self, batch: data.Batch, key_layers: tuple[int, ...], value_layers: tuple[int, ...], taps: tuple[int, ...] = ()) -> Features:
         """Features of a batch in float32, zeros at its padding."""
         return Features(
-            hidden=self._gather("hidden", batch),
+            hidden=np.concatenate([self._gather(name, batch) for name in _states(taps)], axis=-1) if taps else self._gather("hidden", batch),
             keys={layer: self._heads("keys", layer, batch) for layer in key_layers},
             values={layer: self._heads("values", layer, batch) for layer in value_layers},
         )
@@ -107,7 +107,7 @@ def build(
 
     Args:
       folder: where they go; what another build left there is written over.
-      backbone: module of `backbone_params`.
+      backbone: module of `backbone_params`; its taps are stored, too.
       examples: sequences, each cut to max_length.
       backbone_fingerprint: of the backbone, for the manifest.
       key_layers: backbone layers whose keys are stored.
@@ -137,8 +137,11 @@ def build(
         "lengths": lengths.tolist(),
         "kv_heads": {str(layer): count for layer, count in kv_heads.items()},
     }
+    if backbone.taps:
+        manifest["taps"] = list(backbone.taps)
     begun = _begin(folder, manifest)
-    widths = {"hidden": config.width}
+    states = _states(backbone.taps)
+    widths = dict.fromkeys(states, config.width)
     for name, layers in {"keys": key_layers, "values": value_layers}.items():
         widths |= {f"{name}_{layer}": kv_heads[layer] * config.head_dim_of(layer) for layer in layers}
     arrays = {name: _open(folder / f"{name}.npy", dtype, (int(offsets[-1]), width), new=not begun) for name, width in widths.items()}
@@ -150,7 +153,7 @@ def build(
         for row, index in enumerate(chosen):
             tokens[row, : lengths[index]] = examples[index].tokens[: lengths[index]]
         features = compute(backbone, backbone_params, tokens, key_layers=key_layers, value_layers=value_layers)
-        flat = {"hidden": np.asarray(features.hidden)}
+        flat = dict(zip(states, np.split(np.asarray(features.hidden), len(states), axis=-1), strict=True))
         flat |= {f"keys_{layer}": _flatten(features.keys[layer]) for layer in key_layers}
         flat |= {f"values_{layer}": _flatten(features.values[layer]) for layer in value_layers}
         for name, values in flat.items():
@@ -196,6 +199,11 @@ def _open(path: Path, dtype: str, shape: tuple[int, int] | None = None, *, new: 
     return array.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else array
 
 
+def _states(taps: tuple[int, ...]) -> list[str]:
+    """Names of the arrays that `Features.hidden` is stored in, in the order of its last axis."""
+    return ["hidden", *(f"tap_{tap}" for tap in taps)]
+
+
 def _flatten(kv: Array) -> np.ndarray:
     """[B, K, T, H] -> [B, T, K * H]."""
     array = np.asarray(kv).swapaxes(1, 2)
@@ -210,12 +218,14 @@ def open_store(
     key_layers: tuple[int, ...],
     value_layers: tuple[int, ...],
     max_length: int,
+    taps: tuple[int, ...] = (),
     dtype: Dtype | None = None,
 ) -> FeatureStore:
     """Open a folder written by `build`, after checking that it holds what this run needs; None takes any dtype.
 
     Raises:
-      FeatureError: no manifest (the run that wrote it did not finish), or another backbone, data, layers, length or dtype; a file of another shape.
+      FeatureError: no manifest (the run that wrote it did not finish), or another backbone, data, layers, taps, length or dtype; a file of
+        another shape.
     """
     path = Path(folder) / "manifest.json"
     if not path.exists():
@@ -225,10 +235,11 @@ def open_store(
     for name, wanted in wanted_values.items():
         if manifest[name] != wanted:
             raise FeatureError(f"{path}: {name} is {manifest[name]!r}, this run has {wanted!r}")
-    for name, layers in {"key_layers": key_layers, "value_layers": value_layers}.items():
-        if not set(layers) <= set(manifest[name]):
-            raise FeatureError(f"{path}: {name} holds {manifest[name]}, this head reads {list(layers)}")
-    names = ["hidden"] + [f"keys_{layer}" for layer in key_layers] + [f"values_{layer}" for layer in value_layers]
+    for name, layers in {"key_layers": key_layers, "value_layers": value_layers, "taps": taps}.items():
+        held = manifest.get(name, []) if name == "taps" else manifest[name]  # left out where there are none
+        if not set(layers) <= set(held):
+            raise FeatureError(f"{path}: {name} holds {held}, this head reads {list(layers)}")
+    names = _states(taps) + [f"keys_{layer}" for layer in key_layers] + [f"values_{layer}" for layer in value_layers]
     arrays = {name: _open(Path(folder) / f"{name}.npy", manifest["dtype"]) for name in names}
     old = {layer: manifest.get("num_kv_heads") for layer in manifest["key_layers"]}  # as written before layers could differ
     heads: dict[Any, Any] = manifest.get("kv_heads") or old

@@ -122,7 +122,7 @@ def fit(
                 started = time.perf_counter()
                 whole, batch, read = next_batch()
                 if batch.tokens.shape not in flops:
-                    live = None if features is not None else (backbone_lib.Backbone(backbone.config), backbone.params)
+                    live = None if features is not None else (backbone_lib.Backbone(backbone.config, taps=head_config.taps), backbone.params)
                     flops[batch.tokens.shape] = monitor.step_flops(head, config, state, frozen, read, batch, live)
                 state, metrics = step_lib.train_step(head, config, state, frozen, read, batch, mesh)
                 values: dict[str, Any] = {"loss": float(metrics.loss), "grad_norm": float(metrics.grad_norm)}
@@ -224,11 +224,11 @@ def _batch_source(
 
     Of stored features, this process reads its own rows, ahead of time.
     """
-    module = backbone_lib.Backbone(backbone.config)
+    module = backbone_lib.Backbone(backbone.config, taps=head_config.taps)
     keys, values = head_config.layers_read, tuple(sorted(set(head_config.donors)))
     rows = sharding.rows_here(mesh, config.batch_size)
 
-    read = None if store is None else lambda whole: store.batch(_rows_of(whole, rows), keys, values)
+    read = None if store is None else lambda whole: store.batch(_rows_of(whole, rows), keys, values, head_config.taps)
     batches = pipeline.batches(examples, config, start, read=read)
 
     def next_batch() -> tuple[data.Batch, data.Batch, features_lib.Features]:

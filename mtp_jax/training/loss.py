@@ -84,7 +84,7 @@ class Text(struct.PyTreeNode):
     tokens: Int[Array, "B S"]
     answer: Bool[Array, "B S"]
     lengths: Int[Array, " B"]
-    hidden: Float[Array, "B S D"]
+    hidden: Float[Array, "B S E"]  # after the final norm, and after each tap of the head's
     keys: dict[int, Float[Array, "B K S H"]]
     values: dict[int, Float[Array, "B K S H"]]
     followers: Int[Array, "B S"]  # x_{s+1}
@@ -198,7 +198,7 @@ def _judge(
     """What draft step k has put forward against its label: a part of Unrolled, [B, R] each."""
     valid = _has_target(row_mask, rows, text.lengths, k)
     # A row without a target gets a label that is all zeros: nothing behind the text can reach a gradient, not even as 0 times infinity.
-    label = jnp.where(valid[..., None], unrolling.at(text.hidden, rows + k), 0)
+    label = jnp.where(valid[..., None], unrolling.at(text.hidden[..., : frozen.table.shape[1]], rows + k), 0)  # without taps
     label_vocab = layers.matmul(label.astype(frozen.table.dtype), frozen.vocab.unembedding).astype(jnp.float32)
     slot_logits, label_slots, in_text = None, None, None
     if output.copy is not None:

@@ -60,7 +60,7 @@ def plan(
     ids = jax.ShapeDtypeStruct((head_config.draft_vocab_size,), jnp.int32)
     frozen = _placed(jax.eval_shape(lambda params, ids: fit.make_frozen(dataclasses.replace(loaded, params=params), ids), params, ids), mesh)
     batch = _batch(config, mesh)
-    module, values = backbone_lib.Backbone(backbone), tuple(sorted(set(head_config.donors)))
+    module, values = backbone_lib.Backbone(backbone, taps=head_config.taps), tuple(sorted(set(head_config.donors)))
     options: dict[str, Any] = dict(key_layers=head_config.layers_read, value_layers=values, parts=config.accumulate)
     features = _over_batch(jax.eval_shape(partial(step_lib.live_features, module, **options), params, batch.tokens), mesh)
 

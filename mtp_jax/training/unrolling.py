@@ -89,7 +89,7 @@ class _OwnCache:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """EAGLE and DeepSeek: own K/V of all true pairs; the carry is the hidden state, and each row's drafted pairs."""
+    """EAGLE, EAGLE-3 and DeepSeek: own K/V of all true pairs; the carry is the hidden state, and each row's drafted pairs."""
 
     model: baselines.PairHead
     num_draft: int
@@ -99,7 +99,8 @@ class _Pairs:
 
     def start(self, params: Any, frozen: Frozen, text: Text, prepared: Any, rows: Int[Array, "B R"]) -> tuple[Array, baselines.Drafted]:
         batch, count = rows.shape
-        return _hidden(frozen, text, rows), baselines.no_drafts(self.model.config, batch, count, self.num_draft, frozen.table.dtype)
+        hidden = baselines.true_hidden(self.model, params, _hidden(frozen, text, rows)).astype(frozen.table.dtype)
+        return hidden, baselines.no_drafts(self.model.config, batch, count, self.num_draft, frozen.table.dtype)
 
     def step(
         self, params: Any, frozen: Frozen, text: Text, prepared: Any, carry: tuple[Array, baselines.Drafted], k: int | Int[Array, ""], rows: Int[Array, "B R"]
@@ -167,8 +168,8 @@ def _embedded(frozen: Frozen, text: Text, places: Int[Array, "B R"]) -> Float[Ar
     return frozen.table[at(text.tokens, places)]
 
 
-def _hidden(frozen: Frozen, text: Text, rows: Int[Array, "B R"]) -> Float[Array, "B R D"]:
-    """h_i of the rows."""
+def _hidden(frozen: Frozen, text: Text, rows: Int[Array, "B R"]) -> Float[Array, "B R E"]:
+    """h_i of the rows, and taps where there are any."""
     return at(text.hidden, rows).astype(frozen.table.dtype)
 
 

@@ -73,7 +73,7 @@ def measure(
     Args:
       put: brings a batch of config.batch_size rows to the devices.
     """
-    module = backbone_lib.Backbone(backbone.config)
+    module = backbone_lib.Backbone(backbone.config, taps=head.config.taps)
     keys, values = head.config.layers_read, tuple(sorted(set(head.config.donors)))
     total = Acceptance(0, 0, [0] * config.num_draft)
     order = np.argsort([len(example.tokens) for example in examples], kind="stable")

@@ -132,7 +132,7 @@ def test_no_decode_step_copies_a_ring(runtime, num_draft, batch):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["eagle", "own_cache", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "own_cache", "standalone"])
 def test_no_decode_step_copies_a_drafters_own_cache(backbone, kind, batch):
     """Nor the backbone's beside it."""
     head = fakes.baseline(backbone, kind, num_heads=9)  # so that no array of attention scores has as many elements as a cache

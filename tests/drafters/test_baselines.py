@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 
 from mtp_jax import config as config_lib
 from mtp_jax.commands import shared
 from mtp_jax.decoding import generate, loop
+from mtp_jax.models import backbone as backbone_lib
+from mtp_jax.models import baselines, forms
 
-KINDS = ("eagle", "deepseek", "own_cache", "medusa", "standalone")
+KINDS = ("eagle", "eagle3", "deepseek", "own_cache", "medusa", "standalone")
 M = 3
 PROMPTS, MORE = fakes.prompts(3, 9, 20), fakes.prompts(6, 1, 11, seed=9)
 CONFIG = config_lib.DecodeConfig(max_new_tokens=12, num_draft=M)
@@ -57,7 +60,7 @@ def check(case, text, drafts):
         assert q.max() - np.sort(q)[-2] > 0 and (q > 0).sum() > 1
 
 
-@pytest.mark.parametrize("kind", ["eagle", "deepseek", "own_cache", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "deepseek", "own_cache", "medusa"])
 def test_drafts_in_the_loop_whatever_was_kept(kind, backbone):
     """A script keeps 0 to M drafts; the drafter's own are looked at."""
     case = case_of(kind, backbone)
@@ -165,6 +168,44 @@ def test_a_drafter_and_a_head_of_another_form(backbone, head, runtime):
         shared.load_both("smollm2-135m-instruct", "none", "eagle")
 
 
+def test_only_eagle3_taps_the_backbone(backbone, runtime):
+    """Other drafters run the very programs of a backbone without taps; so does vanilla decoding beside an eagle3."""
+    eagle3 = generate.attach(runtime, fakes.baseline(backbone, "eagle3"), "eagle3")
+    assert eagle3.prefill_module.taps == eagle3.step_module.taps == (1, 2, 4)
+    for other in (eagle3.without_drafter(), generate.attach(eagle3, fakes.baseline(backbone, "eagle"), "eagle"), generate.attach(eagle3, None, "jacobi")):
+        assert (other.prefill_module, other.step_module) == (runtime.prefill_module, runtime.step_module)
+        assert hash(other.step_module) == hash(runtime.step_module)
+
+
+def test_a_turn_without_taps_after_one_with_them_and_the_other_way_round(backbone):
+    case = case_of("eagle3", backbone)
+    plain = case.runtime.without_drafter()
+    first = generate.run(case.runtime, PROMPTS, CONFIG, keep_state=True)
+    second = generate.run(plain, MORE, CONFIG, before=first.state, keep_state=True)
+    texts = [prompt + output.tokens + more for prompt, output, more in zip(PROMPTS, first.outputs, MORE, strict=True)]
+    assert [output.tokens for output in second.outputs] == [output.tokens for output in generate.run(plain, texts, CONFIG).outputs]
+    eagle = generate.run(case_of("eagle", backbone).runtime, PROMPTS, CONFIG, keep_state=True)
+    with pytest.raises(config_lib.ConfigError, match=r"taps=\(1, 2, 4\): are not kept of a text decoded without them"):
+        generate.run(case.runtime, MORE, CONFIG, before=eagle.state)
+
+
+def test_fused_features_by_hand(backbone):
+    """fuse [low; middle; high] of the backbone in numpy, whatever the last state is; of 30 layers, the taps of the authors' code."""
+    head = fakes.baseline(backbone, "eagle3")
+    stream = []
+    hidden = reference.backbone(backbone.params, backbone.config, PROMPTS[1], stream)[0]
+    kernel = np.asarray(head.params["fuse"]["kernel"], np.float64)
+    expected = stream[1] @ kernel[:32] + stream[2] @ kernel[32:64] + stream[4] @ kernel[64:]
+    output = backbone_lib.Backbone(backbone.config, taps=(1, 2, 4)).apply({"params": backbone.params}, np.array([PROMPTS[1]]))
+    np.testing.assert_allclose(output.hidden[0], np.concatenate([hidden, stream[1], stream[2], stream[4]], axis=1), rtol=1e-4, atol=1e-4)
+    module = forms.make(head.config, backbone.config)
+    fused = baselines.true_hidden(module, head.params, output.hidden)
+    np.testing.assert_allclose(fused[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(baselines.true_hidden(module, head.params, output.hidden.at[..., :32].set(7.0)), fused)
+    deep = dataclasses.replace(LLAMA, num_layers=30, layer_types=())
+    assert config_lib.baseline_config_for(deep, "eagle3").taps == (2, 15, 27)
+
+
 def test_a_medusa_drafts_no_more_than_it_has_heads(backbone):
     runtime = generate.make_runtime(backbone, fakes.baseline(backbone, "medusa", num_draft=2), drafter="medusa")
     with pytest.raises(config_lib.ConfigError, match="num_draft=3: must be at most 2, the heads that this Medusa has"):
@@ -174,15 +215,21 @@ def test_a_medusa_drafts_no_more_than_it_has_heads(backbone):
 def test_another_drafters_state_is_refused(case):
     if case.kind != "medusa":
         first = generate.run(case.runtime.without_drafter(), PROMPTS, CONFIG, keep_state=True)
-        with pytest.raises(config_lib.ConfigError, match="keeps a state of its own"):
+        with pytest.raises(config_lib.ConfigError, match=r"keeps a state of its own|taps=.* are not kept of a text"):
             generate.run(case.runtime, MORE, CONFIG, before=first.state)
 
 
 @pytest.mark.parametrize(
     "kind, values, message",
     [
-        ("eagel", {}, "kind='eagel': must be one of standalone, eagle, deepseek, own_cache, medusa"),
+        ("eagel", {}, "kind='eagel': must be one of standalone, eagle, eagle3, deepseek, own_cache, medusa"),
         ("eagle", {"width": 16}, "width=16: must be the backbone's, 32, with kind='eagle'"),
+        ("eagle3", {}, r"taps=\(2, 2, 1\): must be ascending numbers of backbone layers, each in 1..4"),
+        ("eagle3", {"taps": (1, 2, 5)}, r"taps=\(1, 2, 5\): must be ascending"),
+        ("eagle3", {"taps": (0, 2)}, r"taps=\(0, 2\): must be ascending"),
+        ("eagle3", {"taps": ()}, r"taps=\(\): must be ascending"),
+        ("eagle3", {"taps": (1, 2, 3), "width": 16}, "width=16: must be the backbone's, 32, with kind='eagle3'"),
+        ("eagle", {"taps": (1, 2, 3)}, r"taps=\(1, 2, 3\): must be empty: eagle reads the backbone's last state alone"),
         ("eagle", {"num_layers": 2}, "num_layers=2: must be 0: eagle has no such part"),
         ("deepseek", {"num_heads": 3}, "num_heads=3: must be a multiple of num_kv_heads=2"),
         ("own_cache", {"head_dim": 7}, "head_dim=7: must be even"),

@@ -11,7 +11,7 @@ from mtp_jax.decoding import generate
 from mtp_jax.models import forms
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle", "standalone"])
+@pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3", "standalone"])
 def test_products_run_in_the_backbones_dtype_as_in_training(kind):
     config = dataclasses.replace(fakes.BACKBONE, dtype="bfloat16")
     loaded = fakes.backbone(config)

@@ -1,6 +1,7 @@
 """Baselines go through the same trainer: their unrolled steps are those of a full recomputation, and what is measured is what decoding does."""
 
 import dataclasses
+import json
 
 import baseline_reference
 import fakes
@@ -18,7 +19,7 @@ from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import forms
 from mtp_jax.training import data, features, fit, loss, walk
 
-KINDS = ("eagle", "deepseek", "own_cache", "medusa", "standalone")
+KINDS = ("eagle", "eagle3", "deepseek", "own_cache", "medusa", "standalone")
 M = 3
 TEXTS = [np.random.default_rng(seed).integers(0, 20, length) for seed, length in ((6, 12), (7, 9))]
 
@@ -35,14 +36,15 @@ def batch():
     return data.Batch(tokens=tokens, lengths=lengths, answer=np.arange(12) < lengths[:, None], rows=rows, row_mask=mask, index=np.arange(2, dtype=np.int32))
 
 
-@pytest.fixture(scope="module")
-def read(backbone, batch):
-    return features.compute(backbone_lib.Backbone(backbone.config), backbone.params, batch.tokens, key_layers=(), value_layers=())
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, backbone):
     return fakes.baseline(backbone, request.param)
+
+
+@pytest.fixture(scope="module")
+def read(backbone, model, batch):
+    module = backbone_lib.Backbone(backbone.config, taps=model.config.taps)
+    return features.compute(module, backbone.params, batch.tokens, key_layers=(), value_layers=())
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,43 @@ def test_a_row_sees_no_pair_behind_it(model, run, read):
         np.testing.assert_allclose(spoiled.probability[:, :, : row + 1], before.probability[:, :, : row + 1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "own_cache", "medusa", "standalone"])
+def test_no_gradient_leads_back_to_the_backbone_through_taps(backbone, batch):
+    """The features are cut off, and so is the training step from them."""
+    head = fakes.baseline(backbone, "eagle3")
+    module, frozen = forms.make(head.config, backbone.config), fit.make_frozen(backbone, head.draft_ids)
+
+    def total(params):
+        read = features.compute(backbone_lib.Backbone(backbone.config, taps=head.config.taps), params, batch.tokens, key_layers=(), value_layers=())
+        return loss.mean_loss(loss.unroll(module, head.params, frozen, read, batch, M), 0.8)
+
+    value, gradient = jax.value_and_grad(total)(backbone.params)
+    assert value > 1 and all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_stored_taps(backbone, answers, training, tmp_path):
+    """A run on stored features has the losses of one on features computed; other forms read the same store, and one without taps is refused."""
+    head_config = fakes.baseline(backbone, "eagle3").config
+    config = dataclasses.replace(training, steps=3, checkpoint_every=3)
+    wanted = dict(backbone_fingerprint=backbone.fingerprint, key_layers=(), value_layers=(), max_length=config.max_length)
+    for name, taps in (("plain", ()), ("tapped", (1, 2, 3, 4))):
+        module = backbone_lib.Backbone(backbone.config, taps=taps)
+        features.build(tmp_path / name, module, backbone.params, answers, **wanted, dtype="float32")
+    store = features.open_store(tmp_path / "tapped", answers, **wanted, taps=head_config.taps)
+    losses = {"stored": [], "computed": []}
+    for name, found in losses.items():
+        from_disk = store if name == "stored" else None
+        fit.fit(backbone, answers, head_config, config, tmp_path / name, features=from_disk, report=lambda step, metrics, to=found: to.append(metrics["loss"]))
+    np.testing.assert_allclose(losses["stored"], losses["computed"], rtol=1e-5)
+    with pytest.raises(features.FeatureError, match=r"taps holds \[\], this head reads \[1, 2, 4\]"):
+        features.open_store(tmp_path / "plain", answers, **wanted, taps=head_config.taps)
+    assert "taps" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())
+    batch = data.batch_at(answers, config, 0)
+    plain, tapped = (features.open_store(tmp_path / name, answers, **wanted).batch(batch, (), ()).hidden for name in ("plain", "tapped"))
+    assert plain.shape == tapped.shape == (*batch.tokens.shape, 32)
+    np.testing.assert_allclose(tapped, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "own_cache", "medusa", "standalone"])
 def test_a_run_learns_and_decodes_as_measured(backbone, answers, training, tmp_path, kind):
     """Loss falls; the head that was saved loads; on the backbone's own answers decoding counts what was measured, exactly."""
     config = dataclasses.replace(training, steps=30, checkpoint_every=30)
@@ -129,10 +167,11 @@ def test_a_run_learns_and_decodes_as_measured(backbone, answers, training, tmp_p
         ("eagle", {"mesh": (2, 1, 1)}, r"mesh=\(2, 1, 1\): must be \(1, 1, 1\): eagle is trained on one device"),
         ("medusa", {"num_draft": 5}, "num_draft=5: must be at most 4, the heads there are"),
         ("standalone", {"loss": ("soft_ce", "hidden")}, "must not have the term hidden"),
+        ("eagle3", {"loss": ("soft_ce", "hidden")}, "must not have the term hidden: eagle3 does not estimate"),
     ],
 )
 def test_runs_that_are_refused(backbone, answers, tmp_path, kind, values, message):
-    head_config = config_lib.baseline_config_for(backbone.config, kind)
+    head_config = fakes.baseline(backbone, kind, num_draft=4).config if kind == "medusa" else fakes.baseline(backbone, kind).config
     with pytest.raises(config_lib.ConfigError, match=message):
         fit.fit(backbone, answers, head_config, config_lib.TrainConfig(batch_size=8, **values), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -144,7 +183,9 @@ def test_flags_describe_the_head():
     assert train.HeadShape(form="medusa").head_config(fakes.BACKBONE, 7).num_draft == 7
     assert train.HeadShape(form="own_cache", pointer=False).head_config(fakes.BACKBONE).pointer_heads == 0
     assert train.HeadShape(form="own_cache", pointer_heads=3).head_config(fakes.BACKBONE).pointer_heads == 3
+    assert train.HeadShape(form="eagle3", taps=(1, 3)).head_config(fakes.BACKBONE).taps == (1, 3)
     for flags, message in (
+        ({"form": "eagle", "taps": (1, 3)}, "--taps: --form eagle reads the backbone's last state alone"),
         ({"form": "eagle", "donors": (1,)}, "--donors: --form eagle reads no K/V of the backbone"),
         ({"form": "eagle", "query_position": "last"}, "--query-position: --form eagle reads no K/V"),
         ({"form": "medusa", "pointer_heads": 2}, "--pointer-heads: --form medusa has no pointer"),
@@ -162,6 +203,9 @@ def test_work_of_a_drafted_token_by_hand(backbone):
     matrices = 64 * 32 + 32 * 60 + 2 * 32 * 30 + 60 * 32 + 3 * 32 * 48
     assert (work.layers, work.unembedding, work.cache) == (matrices + 2 * 32, 24 * 32, 2 * 2 * 3 * 100 * 10)
     assert work.flops == 2 * (2 * (matrices + 24 * 32) + 4 * 6 * 100 * 10)
+    eagle3 = fakes.baseline(backbone, "eagle3")
+    work = roofline.head_work(eagle3.params, eagle3.config, backbone.config, batch=1, num_slots=100)
+    assert work.layers == 64 * 60 + 2 * 64 * 30 + 60 * 32 + 3 * 32 * 48 + 4 * 32
     small = fakes.baseline(backbone, "standalone")
     work = roofline.head_work(small.params, small.config, backbone.config, batch=1, num_slots=100)
     assert (work.unembedding, work.cache) == (64 * 16, 2 * 2 * 3 * 100 * 10)
