@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 LayerType = Literal["full", "sliding"]
 BaselineKind = Literal["standalone", "eagle", "eagle3", "deepseek", "own_cache", "medusa"]
 DrafterName = Literal["mtp", "prompt_lookup", "hybrid", "standalone", "eagle", "eagle3", "deepseek", "own_cache", "medusa", "early_exit", "jacobi"]
+MAX_SEED = 2**32 - 1  # what a random key holds of a seed
 HEADLESS: tuple[DrafterName, ...] = ("prompt_lookup", "early_exit", "jacobi")  # drafters without anything trained
 # num_draft and short_drafts that suit each: a head is right about four times in a row at best, a copy for as long as it goes on.
 DRAFT_LENGTHS: dict[DrafterName, tuple[int, tuple[int, ...]]] = {
@@ -50,6 +51,10 @@ class ConfigError(ValueError):
 def _require(condition: bool, name: str, value: Any, rule: str) -> None:
     if not condition:
         raise ConfigError(f"{name}={value!r}: {rule}")
+
+
+def _require_seed(seed: Any) -> None:
+    _require(isinstance(seed, int) and 0 <= seed <= MAX_SEED, "seed", seed, f"must be an integer in 0..{MAX_SEED}")
 
 
 def _require_positive(config: Any, *names: str) -> None:
@@ -556,6 +561,7 @@ class DecodeConfig:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]; 0 is no limit")
         _require(self.window_cache in ("full", "ring"), "window_cache", self.window_cache, "must be 'full' or 'ring'")
         _require(self.accept in get_args(AcceptRule), "accept", self.accept, f"must be one of {', '.join(get_args(AcceptRule))}")
+        _require_seed(self.seed)
 
     @property
     def by_rejection(self) -> bool:
@@ -614,6 +620,7 @@ class TrainConfig:
         _require(0 <= self.final_fraction <= 1, "final_fraction", self.final_fraction, "must be in [0, 1]")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")
         _require(self.clip_norm > 0, "clip_norm", self.clip_norm, "must be positive")
+        _require_seed(self.seed)
 
 
 def loss_terms(loss: tuple[str, ...]) -> tuple[tuple[LossName, float], ...]:

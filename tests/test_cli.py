@@ -288,6 +288,8 @@ MISTAKES = {
     "no drafts, verify-exact": (2, ["verify-exact", "--backbone", "ROOT/backbone", "--head", "ROOT/head", "--num-draft", "0"], "num_draft=0"),
     "wrong value": (2, ["generate", "hi", "--temperature", "-1"], "temperature=-1.0: must not be negative"),
     "wrong share": (2, ["rollout", "--prompts", "ROOT/prompts.jsonl", "--out", "OUT", "--min-p", "2"], r"min_p=2.0: must be in \[0, 1\]"),
+    "wrong seed": (2, ["generate", "hi", "--seed", "-1"], "seed=-1: must be an integer in 0..4294967295"),
+    "wrong seed of a run": (2, ["train", "--rollouts", "ROOT/prompts.jsonl", "--out", "OUT", "--seed", "4294967296"], "seed=4294967296: must be an integer"),
     "wrong accept rule": (2, ["generate", "hi", "--accept", "typical"], "--accept"),
     "wrong batch": (2, ["rollout", "--prompts", "ROOT/prompts.jsonl", "--out", "OUT", "--batch-size", "0"], "--batch-size 0: must be at least 1"),
     "empty stop string": (2, ["generate", "hi", "--stop", ""], "stop_strings=.*: every one must be a string of at least one character"),

@@ -23,7 +23,6 @@ from mtp_jax import config as config_lib
 
 # Purposes of a key besides the row's own token. They are folded into the row's key like positions, and lie beyond any of them.
 DRAFT, ACCEPT = 2**32 - 1, 2**32 - 2
-MAX_SEED = 2**32 - 1
 
 
 def choose(logits: Float[Array, "B T V"], positions: Int[Array, "B T"], row_keys: Array, config: config_lib.DecodeConfig) -> Int[Array, "B T"]:
@@ -90,6 +89,6 @@ def keys_of_seeds(seeds: Sequence[int]) -> Array:
       ConfigError: a seed outside 0..2**32 - 1.
     """
     for seed in seeds:
-        if not 0 <= seed <= MAX_SEED:
-            raise config_lib.ConfigError(f"seeds holds {seed}: each must be in 0..{MAX_SEED}")
+        if not 0 <= seed <= config_lib.MAX_SEED:
+            raise config_lib.ConfigError(f"seeds holds {seed}: each must be in 0..{config_lib.MAX_SEED}")
     return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(jnp.asarray(seeds, jnp.uint32))
