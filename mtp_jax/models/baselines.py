@@ -11,7 +11,8 @@ x_{p+1} pending, draft step k takes pair p+k-1, with the draft before and the mo
     standalone  a small Llama with its own token table, tied: it reads x_0..x_{p+1} and no h  Leviathan et al. 2023, arXiv 2211.17192
 
     eagle3 reads no last state: its h_t is fuse [low; middle; high], of the residual stream after three numbers of layers, the taps. Its layer
-    attends with [norm(embed); norm(x)], twice as wide as x, which alone goes on as the residual.
+    attends with [norm(embed); norm(x)], twice as wide as x, which alone goes on as the residual. By default the taps are what layers 2, L // 2
+    and L - 3 of the backbone's L take in, counted from 0, as in the authors' code.
 
     logits = features · draft rows of the backbone's unembedding, which is frozen (standalone: · its own table)
 
@@ -20,8 +21,8 @@ of own_cache stand at p+1 and see the true pairs 0..p in every step, as those of
 follow from the pair alone, as there is one layer: a prompt costs no attention, and when drafts are kept, theirs are made anew from the
 backbone's states.
 
-Deviations: EAGLE's published code leaves out the first norm of its layer and has a bias in `pre`; EAGLE-3 learns rows of its own for the draft
-vocabulary; DeepSeek's main model hands over its state before the final norm.
+Deviations: EAGLE's published code leaves out the first norm of its layer and has a bias in `pre`; EAGLE-3 learns unembedding
+rows of its own for the draft vocabulary; DeepSeek's main model hands over its state before the final norm.
 """
 
 from __future__ import annotations
