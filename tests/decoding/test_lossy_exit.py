@@ -152,7 +152,7 @@ def test_filling_writes_the_keys_and_values_that_the_layer_itself_would(loaded, 
     for index in range(cfg.num_layers):
         filled = module.apply(variables, x, cache, index, index + 1, method=lossy_exit._fill)
         _, computed, _ = module.apply(variables, x, own, cache, index, index + 1, method=lossy_exit._layers)
-        for one, other, old in zip(jax.tree.leaves(filled), jax.tree.leaves(computed), jax.tree.leaves(cache), strict=True):
+        for one, other in zip(jax.tree.leaves(filled), jax.tree.leaves(computed), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
         changed = [layer for layer in range(cfg.num_kv_layers) if (filled.keys[layer] != cache.keys[layer]).any()]
         assert changed == ([index] if index < cfg.num_kv_layers else [])
