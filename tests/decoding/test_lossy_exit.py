@@ -1,6 +1,7 @@
 """LOSSY early exit: against vanilla where it never leaves, and elsewhere against a reference in numpy that carries states layer by layer."""
 
 import dataclasses
+import functools
 
 import fakes
 import jax
@@ -39,19 +40,19 @@ NEVER = 1.001
 CONFIG = config_lib.DecodeConfig(max_new_tokens=24, stop_tokens=(16,))
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return {name: fakes.backbone(config) for name, config in BACKBONES.items()}
+@functools.cache
+def loaded(name):
+    return fakes.backbone(BACKBONES[name])
 
 
-@pytest.fixture(scope="module")
-def runtimes(loaded):
-    return {(name, blocks): generate.make_runtime(backbone, column_blocks=blocks) for name, backbone in loaded.items() for blocks in (True, False)}
+@functools.cache
+def runtime_of(name, blocks=True):
+    return generate.make_runtime(loaded(name), column_blocks=blocks)
 
 
-def slow(loaded, prompt, count, exits, threshold, text=None, stop_tokens=CONFIG.stop_tokens):
+def slow(backbone, prompt, count, exits, threshold, text=None, stop_tokens=CONFIG.stop_tokens):
     """Tokens and exit layers, one position and one layer at a time: K/V lists grow, and a state that has left is carried through the layers above."""
-    params, config = loaded.params, loaded.config
+    params, config = backbone.params, backbone.config
     table = np.asarray(params["embed"]["embedding"], np.float64)
     unembedding = table.T if config.tied_embeddings else np.asarray(params["unembed"]["kernel"], np.float64)
     keys, values = [[] for _ in range(config.num_layers)], [[] for _ in range(config.num_layers)]
@@ -89,8 +90,8 @@ def slow(loaded, prompt, count, exits, threshold, text=None, stop_tokens=CONFIG.
 
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", BACKBONES)
-def test_a_threshold_above_one_gives_vanillas_tokens(runtimes, name, blocks):
-    runtime, reasons = runtimes[name, blocks], set()
+def test_a_threshold_above_one_gives_vanillas_tokens(name, blocks):
+    runtime, reasons = runtime_of(name, blocks), set()
     for prompt in PROMPTS:
         (vanilla,) = generate.run(runtime, [prompt], CONFIG).outputs
         found = lossy_exit.run(runtime, [prompt], CONFIG, exits=EXITS, threshold=NEVER)
@@ -103,27 +104,27 @@ def test_a_threshold_above_one_gives_vanillas_tokens(runtimes, name, blocks):
 @pytest.mark.parametrize("threshold", [0.0, -1.0])
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_threshold_of_zero_leaves_at_the_first_exit(runtimes, loaded, name, blocks, threshold):
+def test_a_threshold_of_zero_leaves_at_the_first_exit(name, blocks, threshold):
     for prompt in PROMPTS:
-        found = lossy_exit.run(runtimes[name, blocks], [prompt], CONFIG, exits=EXITS, threshold=threshold)
-        assert (found.tokens, found.exit_layers) == slow(loaded[name], prompt, 24, EXITS, threshold)
+        found = lossy_exit.run(runtime_of(name, blocks), [prompt], CONFIG, exits=EXITS, threshold=threshold)
+        assert (found.tokens, found.exit_layers) == slow(loaded(name), prompt, 24, EXITS, threshold)
         assert set(found.exit_layers) == {EXITS[0]}
 
 
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_threshold_between_leaves_where_the_reference_does(runtimes, loaded, name, blocks):
+def test_a_threshold_between_leaves_where_the_reference_does(name, blocks):
     seen = set()
     for prompt in PROMPTS:
         for threshold in (0.1, 0.4):
-            found = lossy_exit.run(runtimes[name, blocks], [prompt], CONFIG, exits=EXITS, threshold=threshold)
-            assert (found.tokens, found.exit_layers) == slow(loaded[name], prompt, 24, EXITS, threshold)
+            found = lossy_exit.run(runtime_of(name, blocks), [prompt], CONFIG, exits=EXITS, threshold=threshold)
+            assert (found.tokens, found.exit_layers) == slow(loaded(name), prompt, 24, EXITS, threshold)
             seen.update(found.exit_layers)
-    assert seen == {*EXITS, loaded[name].config.num_layers}  # all of them were used
+    assert seen == {*EXITS, loaded(name).config.num_layers}  # all of them were used
 
 
-def test_a_stop_token_ends_the_text(runtimes):
-    runtime, prompt = runtimes["tied", True], PROMPTS[2]
+def test_a_stop_token_ends_the_text():
+    runtime, prompt = runtime_of("tied"), PROMPTS[2]
     free = lossy_exit.run(runtime, [prompt], config_lib.DecodeConfig(max_new_tokens=24), exits=EXITS, threshold=0.1)
     assert (len(free.tokens), free.finish_reason) == (24, "length")
     stop = free.tokens[7]
@@ -132,20 +133,20 @@ def test_a_stop_token_ends_the_text(runtimes):
     assert found == lossy_exit.LossyOutput(free.tokens[:end], free.exit_layers[:end], "stop")
 
 
-def test_on_a_given_text_it_chooses_place_by_place(runtimes, loaded):
-    runtime, prompt, config = runtimes["untied", True], PROMPTS[2], config_lib.DecodeConfig(max_new_tokens=24, stop_tokens=(16, 3))
+def test_on_a_given_text_it_chooses_place_by_place():
+    runtime, prompt, config = runtime_of("untied"), PROMPTS[2], config_lib.DecodeConfig(max_new_tokens=24, stop_tokens=(16, 3))
     text = generate.run(runtime, [prompt], config_lib.DecodeConfig(max_new_tokens=20)).outputs[0].tokens
     kept = lossy_exit.run(runtime, [prompt], config, exits=EXITS, threshold=NEVER, text=text)
     assert kept.tokens == text
     for threshold in (0.0, 0.1):
         found = lossy_exit.run(runtime, [prompt], config, exits=EXITS, threshold=threshold, text=text)
-        assert (found.tokens, found.exit_layers) == slow(loaded["untied"], prompt, 20, EXITS, threshold, text)
+        assert (found.tokens, found.exit_layers) == slow(loaded("untied"), prompt, 20, EXITS, threshold, text)
         assert found.tokens != text
 
 
 @pytest.mark.parametrize("name", ["untied", "switches"])
-def test_filling_writes_the_keys_and_values_that_the_layer_itself_would(loaded, name):
-    backbone, rng = loaded[name], np.random.default_rng(3)
+def test_filling_writes_the_keys_and_values_that_the_layer_itself_would(name):
+    backbone, rng = loaded(name), np.random.default_rng(3)
     cfg, module, variables = backbone.config, backbone_lib.Backbone(backbone.config), {"params": backbone.params}
     cache = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), cache_lib.empty(cfg, 1, 12)).replace(lengths=jnp.array([7]))
     x, own = module.apply(variables, jnp.array([[5]]), method=lossy_exit._embed)
@@ -175,10 +176,10 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def test_no_step_copies_a_layers_cache(runtimes, optimised):
+def test_no_step_copies_a_layers_cache(optimised):
     from test_no_copy import S, full_size_writes
 
-    runtime, slots = runtimes["untied", True], S
+    runtime, slots = runtime_of("untied"), S
     cfg = fakes.BACKBONE
     tokens = jnp.zeros((1, slots + 1), jnp.int32)
     state = lossy_exit.State(cache_lib.empty(cfg, 1, slots), tokens, tokens, tokens, jnp.zeros((), bool), jnp.zeros((), bool))
@@ -189,8 +190,8 @@ def test_no_step_copies_a_layers_cache(runtimes, optimised):
     assert program.count("may-alias") >= 2 * cfg.num_layers, "the caches that come in are not the ones that go out"
 
 
-def test_a_skipped_layer_costs_its_keys_and_values_alone(loaded, optimised):
-    backbone = loaded["untied"]
+def test_a_skipped_layer_costs_its_keys_and_values_alone(optimised):
+    backbone = loaded("untied")
     cfg, module = backbone.config, backbone_lib.Backbone(backbone.config)
     x, cache = jnp.zeros((1, 1, cfg.width)), cache_lib.empty(cfg, 1, 128)
     fill = jax.jit(lambda params, x, cache: module.apply({"params": params}, x, cache, 1, 3, method=lossy_exit._fill), donate_argnums=2)
@@ -201,20 +202,20 @@ def test_a_skipped_layer_costs_its_keys_and_values_alone(loaded, optimised):
 
 
 @pytest.mark.parametrize("exits", [(), (0,), (4,), (1, 4), (2, 1), (2, 2), (1.0,), (True,), ("1",)])
-def test_exits_are_ascending_layers_before_the_last(runtimes, exits):
+def test_exits_are_ascending_layers_before_the_last(exits):
     with pytest.raises(config_lib.ConfigError, match=r"exits=.*must be ascending integers in 1\.\.3, at least one"):
-        lossy_exit.run(runtimes["untied", True], PROMPTS[:1], CONFIG, exits=exits, threshold=0.5)
+        lossy_exit.run(runtime_of("untied"), PROMPTS[:1], CONFIG, exits=exits, threshold=0.5)
 
 
 @pytest.mark.parametrize("threshold", [float("nan"), "0.5", None, True])
-def test_a_threshold_is_a_number(runtimes, threshold):
+def test_a_threshold_is_a_number(threshold):
     with pytest.raises(config_lib.ConfigError, match="threshold=.*must be a number"):
-        lossy_exit.run(runtimes["untied", True], PROMPTS[:1], CONFIG, exits=EXITS, threshold=threshold)
+        lossy_exit.run(runtime_of("untied"), PROMPTS[:1], CONFIG, exits=EXITS, threshold=threshold)
 
 
-def test_one_prompt_greedy_and_plain(runtimes):
+def test_one_prompt_greedy_and_plain():
     def run(prompts, config=CONFIG, **options):
-        return lossy_exit.run(runtimes["untied", True], prompts, config, exits=EXITS, threshold=0.5, **options)
+        return lossy_exit.run(runtime_of("untied"), prompts, config, exits=EXITS, threshold=0.5, **options)
 
     for prompts in ([], PROMPTS[:2]):
         with pytest.raises(generate.PromptError, match=f"{len(prompts)} prompts: lossy exit takes exactly one"):
