@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from mtp_jax import files
 from mtp_jax import prompts as prompts_lib
 from mtp_jax.commands import shared
-from mtp_jax.evaluation import journal as journal_lib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +41,8 @@ class Evaluate(shared.SampledDraftFlags):
         from mtp_jax.evaluation import acceptance
 
         shared.say(f"evaluating {len(prompts)} prompts, with and without the head; each new prompt length compiles first")
-        journal = journal_lib.beside(self.out)
-        with shared.progress("evaluate") as report:
-            result = acceptance.evaluate(
-                backbone,
-                head,
-                prompts,
-                config,
-                drafter=self.drafter,
-                batch_size=self.batch_size,
-                journal=journal,
-                progress=lambda done, total: report(done, total, ""),
-            )
-        if self.out is not None and journal is not None:
-            files.write_json(self.out, result)
-            journal.unlink()
+        measure = partial(acceptance.evaluate, backbone, head, prompts, config, drafter=self.drafter, batch_size=self.batch_size)
+        result = shared.journaled("evaluate", self.out, measure)
         show(result)
         return result
 

@@ -7,13 +7,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 from rich.console import Console
 
 from mtp_jax import config as config_lib
+from mtp_jax import files
 from mtp_jax.checkpoints import errors
+from mtp_jax.evaluation import journal as journal_lib
 
 if TYPE_CHECKING:
     from mtp_jax.checkpoints.load import LoadedBackbone, LoadedHead
@@ -142,6 +145,17 @@ class SampledDraftFlags(DraftLengthFlags, SamplingFlags):
         """`decode_config` with the flags of drafting as well."""
         names = ("accept", "min_confidence", "exit_layer", "window_cache")
         return self.decode_config(**{name: getattr(self, name) for name in names}, **self.draft_lengths(), **others)
+
+
+def journaled(title: str, out: Path | None, measure: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """measure(journal=.., progress=..) behind a progress line. The result is written to `out`, and its journal goes only after that."""
+    journal = journal_lib.beside(out)
+    with progress(title) as report:
+        result = measure(journal=journal, progress=lambda done, total: report(done, total, ""))
+    if out is not None and journal is not None:
+        files.write_json(out, result)
+        journal.unlink()
+    return result
 
 
 def say(text: str) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from mtp_jax import files
 from mtp_jax import prompts as prompts_lib
 from mtp_jax.commands import shared
-from mtp_jax.evaluation import journal as journal_lib
 
 NAMES = {"fixed_width": "alone, as wide as a verify pass", "one_token": "alone, one token a pass"}
 
@@ -57,22 +56,8 @@ class VerifyExact(shared.DraftFlags, shared.SamplingFlags):
         from mtp_jax.evaluation import exactness
 
         shared.say(f"decoding {len(prompts)} prompts three ways; each new prompt length compiles first")
-        journal = journal_lib.beside(self.out)
-        with shared.progress("verify-exact") as report:
-            result = exactness.verify_exact(
-                backbone,
-                head,
-                prompts,
-                config,
-                drafter=self.drafter,
-                batch_size=self.batch_size,
-                tokens_only=self.tokens_only,
-                journal=journal,
-                progress=lambda done, total: report(done, total, ""),
-            )
-        if self.out is not None and journal is not None:
-            files.write_json(self.out, result)
-            journal.unlink()
+        measure = partial(exactness.verify_exact, backbone, head, prompts, config, drafter=self.drafter, batch_size=self.batch_size)
+        result = shared.journaled("verify-exact", self.out, partial(measure, tokens_only=self.tokens_only))
         show(result)
         return result
 
