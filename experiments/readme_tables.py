@@ -13,6 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+from mtp_jax.evaluation import report
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 
@@ -42,8 +44,20 @@ def speed() -> str:
         result = json.loads(path.read_text())
         values, settings = result["overall"], result["settings"]
         figures = [f"{values['tokens_per_step']:.2f}", f"{values['speedup']:.2f}x" if settings["batch_size"] == 1 else "not at batch 1"]
-        rows.append([settings["drafter"], str(settings["num_draft"]), str(settings["batch_size"]), str(values["prompts"]), *figures])
-    return table(["drafter", "num_draft", "batch", "prompts", "tokens per step", "wall clock against vanilla"], rows)
+        same = f"{values['identical']:,} / {values['prompts']:,}"
+        rows.append([settings["backbone"], settings["drafter"], str(settings["num_draft"]), str(settings["batch_size"]), *figures, same])
+    return table(["backbone", "drafter", "num_draft", "batch", "tokens per step", "wall clock against vanilla", "identical to vanilla"], rows)
+
+
+def alone() -> str:
+    """The head by itself, and prompt lookup with as many drafts, by task."""
+    head, lookup = load("evaluate_mtp.json"), load("evaluate_prompt_lookup.json")
+    rows = []
+    for name, values in sorted(head["tasks"].items(), key=lambda item: -item[1]["tokens_per_step"]):
+        kept = " ".join(f"{share:.2f}" for share in values["accept_unconditional"])
+        other = f"{lookup['tasks'][name]['tokens_per_step']:.2f}" if name in lookup["tasks"] else ""
+        rows.append([name, str(values["prompts"]), f"{values['tokens_per_step']:.2f}", kept, other, f"{values['identical']} / {values['prompts']}"])
+    return table(["task", "prompts", "head alone", "drafts kept at 1 2 3 4", "prompt lookup", "identical to vanilla"], rows)
 
 
 def passes() -> str:
@@ -71,7 +85,35 @@ def transformers() -> str:
     return table(["method", "tokens/s", f"against {result['settings']['speedup_against']}", "identical to our vanilla"], rows)
 
 
-TABLES = {"acceptance": acceptance, "speed": speed, "passes": passes, "transformers": transformers}
+def fastest() -> dict:
+    """The comparison's result with each method at the number of drafts that was fastest for it."""
+    result = load("comparison.json")
+    best: dict[str, str] = {}
+    for key, values in result["methods"].items():
+        held = best.get(values["name"])
+        if held is None or values["overall"]["speedup"] > result["methods"][held]["overall"]["speedup"]:
+            best[values["name"]] = key
+    chosen = sorted(best.values(), key=lambda key: -result["methods"][key]["overall"]["speedup"])
+    return result | {"methods": {key: result["methods"][key] for key in chosen}}
+
+
+def comparison() -> str:
+    return report.comparison(fastest(), "comparison.json").markdown()
+
+
+def comparison_tasks() -> str:
+    return report.by_task(fastest(), "comparison.json").markdown()
+
+
+TABLES = {
+    "acceptance": acceptance,
+    "speed": speed,
+    "alone": alone,
+    "passes": passes,
+    "transformers": transformers,
+    "comparison": comparison,
+    "comparison_tasks": comparison_tasks,
+}
 
 
 def main() -> int:
