@@ -190,7 +190,7 @@ def decode(
         passed = token_pass(module, fill_module, params, fill_params, state.tokens[0, lengths], state.cache, threshold, exits=exits)
         place = lengths[0] + 1
         token = jnp.where(place < given, state.tokens[0, place], passed.choice[0])
-        stopped = jnp.isin(token, jnp.asarray(stop_tokens, jnp.int32))
+        stopped = (place >= given) & jnp.isin(token, jnp.asarray(stop_tokens, jnp.int32))  # a given text is read to its end
         return State(
             cache=passed.cache.replace(lengths=lengths + 1),
             tokens=state.tokens.at[0, place].set(token),

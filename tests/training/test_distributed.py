@@ -20,7 +20,7 @@ except Exception as error:
 
 asked = []
 class Store:
-    def batch(self, batch, keys, values):
+    def batch(self, batch, keys, values, taps=()):
         asked.append(batch.index.tolist())
         shape = len(batch.tokens), 2, batch.tokens.shape[1], 6
         return features.Features(np.zeros((shape[0], shape[2], 32)), {key: np.zeros(shape) for key in keys}, {value: np.zeros(shape) for value in values})

@@ -208,7 +208,7 @@ class Spoiled:
     backbone: object
     bad: list[int] | None = None
 
-    def batch(self, batch, keys, values):
+    def batch(self, batch, keys, values, taps=()):
         read = features.compute(backbone_lib.Backbone(self.backbone.config), self.backbone.params, batch.tokens, key_layers=keys, value_layers=values)
         return read.replace(hidden=read.hidden * np.nan) if batch.index.tolist() == self.bad else read
 

@@ -103,7 +103,7 @@ from mtp_jax.checkpoints.heads import flatten
 one = run("one")
 class Spoiled:  # the third batch's are not numbers; batches are read ahead, so calls can't be counted
     bad = data.batch_at(examples, RUN, 2).index.tolist()
-    def batch(self, batch, keys, values):
+    def batch(self, batch, keys, values, taps=()):
         module = step.backbone_lib.Backbone(backbone.config)
         read = features.compute(module, backbone.params, batch.tokens, key_layers=keys, value_layers=values)
         return jax.tree.map(np.asarray, read.replace(hidden=read.hidden * np.nan) if batch.index.tolist() == self.bad else read)
