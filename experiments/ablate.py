@@ -7,6 +7,8 @@ Every variant trains afresh for the same number of steps on the same features of
 test rollouts (greedy answers of the backbone to held-out prompts), which gives the tokens per step that the decoder would
 reach. Variants that are in the result file already are not run again, so a run that was stopped goes on. `--table` prints the
 result as Markdown.
+
+What a HeadConfig or a TrainConfig can say is said there; the other variants replace a part of the head's module while they run.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import mtp_jax
@@ -29,13 +33,67 @@ from mtp_jax import config as config_lib
 from mtp_jax import files
 from mtp_jax.checkpoints import load
 from mtp_jax.commands import shared
+from mtp_jax.decoding import generate
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
+from mtp_jax.models import layers
 from mtp_jax.training import data, features, fit, walk
 
-KEY_LAYERS, VALUE_LAYERS, MAX_LENGTH = (6, 12, 20, 29), (29,), 320
+LAYERS, MAX_LENGTH = (6, 12, 20, 28, 29), 320  # backbone layers whose keys and values are kept
 BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096}
-BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 32, "max_length": MAX_LENGTH}
+BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 16, "max_length": MAX_LENGTH}
+SAMPLED_SHARE = 0.25  # of the training prompts, which are answered at temperature 1 as well
+ANSWER_TOKENS = 80
+
+
+class HiddenAlone(head_lib.Head):
+    """Does not see the token whose successor it drafts."""
+
+    def _enter(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
+        return self._dense(self.config.width, "pre")(hidden)
+
+
+class NormedInput(head_lib.Head):
+    """A norm for each input, as DeepSeek-V3's module has them; that of the hidden state is the same in every draft step."""
+
+    def _enter(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
+        return super()._enter(self._norm("token_norm", embedded), self._norm("hidden_norm", hidden))
+
+
+class NormedRecurrence(head_lib.Head):
+    """The head's own hidden state is normed, as the backbone's is that it takes the place of."""
+
+    def _recur(self, n: jax.Array, hidden: jax.Array) -> jax.Array:
+        return self._norm("recurrent_norm", super()._recur(n, hidden))
+
+
+class ResidualRecurrence(head_lib.Head):
+    """The head's own hidden state is the last one and a change to it."""
+
+    def _recur(self, n: jax.Array, hidden: jax.Array) -> jax.Array:
+        return hidden + super()._recur(n, hidden)
+
+
+class PointerPerHead(head_lib.Head):
+    """Every key head points on its own, and the weights are averaged; otherwise their scores are."""
+
+    def _point(self, n: jax.Array, keys: Any, last_slot: jax.Array, position: jax.Array, positions: Any) -> tuple[jax.Array, jax.Array]:
+        cfg, bb = self.config, self.backbone
+        scores, mask = 0.0, None
+        for donor in cfg.pointer_donors:
+            q = self._queries(n, bb.kv_heads_of(donor), donor, position, f"pointer_{donor}_q")
+            scores += jnp.einsum("BTKH,BKSH->BKTS", q, keys[donor]).astype(jnp.float32) * bb.attention_scale_of(donor)
+            mask = layers.visible(last_slot, keys[donor].shape[2], last_slot + 1, bb.window(donor))
+        assert mask is not None
+        gate = jax.nn.sigmoid(self._gate(n, 1))[..., 0]
+        return layers.masked_softmax(jnp.asarray(scores), mask[:, None]).mean(axis=1), gate
+
+
+class EvenGate(head_lib.Head):
+    """The pointer starts with half of the weight."""
+
+    def _gate(self, n: jax.Array, heads: int) -> jax.Array:
+        return super()._gate(n, heads) - head_lib.GATE_BIAS
 
 
 @dataclass(frozen=True)
@@ -44,7 +102,10 @@ class Variant:
 
     head: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
+    module: type[head_lib.Head] = head_lib.Head
+    times: int = 1  # as many steps
     share: float = 1.0  # of the training sequences
+    sampled: bool = False  # trained on sampled answers to SAMPLED_SHARE of the prompts
     task: str | None = None  # trained on this task's sequences alone
 
 
@@ -53,22 +114,32 @@ VARIANTS: dict[str, Variant] = {
     "pointer: off": Variant(head={"pointer": False, "pointer_donors": ()}),
     "pointer: last layer's keys only": Variant(head={"pointer_donors": (29,)}),
     "pointer: two": Variant(head={"pointer_heads": 2}),
+    "pointer: every key head on its own": Variant(module=PointerPerHead),
+    "pointer: gate starts at 1/2": Variant(module=EvenGate),
+    "input: hidden state alone": Variant(module=HiddenAlone),
+    "input: each normed": Variant(module=NormedInput),
+    "recurrence: normed": Variant(module=NormedRecurrence),
+    "recurrence: residual": Variant(module=ResidualRecurrence),
     "MLP: half as wide": Variant(head={"mlp_width": 768}),
     "head: half as wide": Variant(head={"width": 288, "num_heads": 9, "mlp_width": 768}),
     "donors: the last layer twice": Variant(head={"donors": (29, 29)}),
     "donors: last two layers": Variant(head={"donors": (28, 29)}),
     "donors: four, spread": Variant(head={"donors": (6, 12, 20, 29)}),
     "query position: last": Variant(head={"query_position": "last"}),
+    "draft vocabulary: 2048": Variant(head={"draft_vocab_size": 2048}),
     "draft vocabulary: 8192": Variant(head={"draft_vocab_size": 8192}),
     "draft vocabulary: 16384": Variant(head={"draft_vocab_size": 16384}),
-    "draft vocabulary: 2048": Variant(head={"draft_vocab_size": 2048}),
+    "draft vocabulary: all 49152": Variant(head={"draft_vocab_size": 49152}),
     "optimizer: AdamW 1e-3": Variant(train={"optimizer": "adamw", "learning_rate": 1e-3}),
+    "optimizer: AdamW 3e-3": Variant(train={"optimizer": "adamw", "learning_rate": 3e-3}),
     "learning rate: 1e-2": Variant(train={"learning_rate": 1e-2}),
+    "learning rate: 2e-2": Variant(train={"learning_rate": 2e-2}),
     "learning rate: 2.5e-3": Variant(train={"learning_rate": 2.5e-3}),
     "rows: answers only": Variant(train={"rows": "answer"}),
     "step decay: 1.0": Variant(train={"step_decay": 1.0}),
     "step decay: 0.6": Variant(train={"step_decay": 0.6}),
     "trained on 2 drafts": Variant(train={"num_draft": 2}),
+    "trained on 6 drafts": Variant(train={"num_draft": 6}),
     "loss: hard cross-entropy": Variant(train={"loss": ("hard_ce",)}),
     "loss: total variation": Variant(train={"loss": ("tv",)}),
     "loss: LK hybrid": Variant(train={"loss": ("lk_hybrid",)}),
@@ -76,70 +147,124 @@ VARIANTS: dict[str, Variant] = {
     "after a miss: drop": Variant(train={"after_miss": "drop"}),
     "after a miss: weigh": Variant(train={"after_miss": "weigh"}),
     "normalise: by sequence": Variant(train={"normalise": "sequences"}),
-    "data: 1/2": Variant(share=0.5),
-    "data: 1/4": Variant(share=0.25),
-    "data: 1/8": Variant(share=0.125),
     "trained on smart_reply alone": Variant(task="smart_reply"),
     "trained on proofread alone": Variant(task="proofread"),
+    "data: 1/4": Variant(share=SAMPLED_SHARE),
+    "data: 1/4, sampled answers": Variant(sampled=True),
+    "three times as long": Variant(times=3),
+    "three times as long, data: 1/2": Variant(times=3, share=0.5),
+    "three times as long, data: 1/4": Variant(times=3, share=0.25),
+    "three times as long, data: 1/8": Variant(times=3, share=0.125),
 }
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """Sequences and what the backbone makes of them."""
+
+    examples: list[data.Example]
+    store: features.FeatureStore
+
+    def share(self, share: float, least: int) -> Rollouts:
+        """Some of them, drawn the same for every seed; a smaller share is part of a larger one."""
+        order = np.random.default_rng(0).permutation(len(self.examples))
+        return self.at(order[: max(round(share * len(self.examples)), least)])
+
+    def of(self, task: str) -> Rollouts:
+        return self.at(np.array([i for i, example in enumerate(self.examples) if example.task == task]))
+
+    def at(self, chosen: np.ndarray) -> Rollouts:
+        """Each keeps its place in the store's arrays."""
+        return Rollouts([self.examples[i] for i in chosen], dataclasses.replace(self.store, offsets=self.store.offsets[chosen]))
+
+
 def run(
-    name: str, seed: int, args: argparse.Namespace, backbone: load.LoadedBackbone, store: features.FeatureStore, train: list[Any], test: list[Any]
+    name: str, seed: int, steps: int, work: Path, backbone: load.LoadedBackbone, greedy: Rollouts, sampled: Rollouts | None, test: list[data.Example]
 ) -> dict[str, Any]:
     """Train one variant and walk it over the test rollouts."""
     variant = VARIANTS[name]
     head_config = config_lib.head_config_for(backbone.config, **(BASE_HEAD | variant.head))
-    config = config_lib.TrainConfig(**(BASE_TRAIN | variant.train), steps=args.steps, seed=seed, checkpoint_every=args.steps)
-    order = np.random.default_rng(0).permutation(len(train))  # the same for every seed
-    chosen = order[: max(round(variant.share * len(train)), config.batch_size)]
+    steps *= variant.times
+    config = config_lib.TrainConfig(**(BASE_TRAIN | variant.train), steps=steps, seed=seed, checkpoint_every=steps)
+    if variant.sampled:
+        assert sampled is not None
+        rollouts = sampled
+    else:
+        rollouts = greedy.share(variant.share, config.batch_size)
     if variant.task is not None:
-        chosen = np.array([i for i in chosen if train[i].task == variant.task])
-    examples, part = [train[i] for i in chosen], _subset(store, chosen)
-    stored = set(head_config.donors) <= set(VALUE_LAYERS)  # otherwise the backbone runs in every step
-    folder = args.work / "runs" / f"{''.join(c if c.isalnum() else '_' for c in name)}_{seed}"
+        rollouts = rollouts.of(variant.task)
+    folder = work / "runs" / f"{''.join(c if c.isalnum() else '_' for c in name)}_{seed}"
     began = time.perf_counter()
-    with shared.progress(f"{name}, seed {seed}") as show:
+    with mock.patch.object(head_lib, "Head", variant.module), shared.progress(f"{name}, seed {seed}") as show:
         trained = fit.fit(
             backbone,
-            examples,
+            rollouts.examples,
             head_config,
             config,
             folder,
             resume=(folder / "run.json").exists(),
-            features=part if stored else None,
+            features=rollouts.store,
             report=lambda step, values: show(step, config.steps, f"loss {values['loss']:.3f}"),
         )
-    seconds = time.perf_counter() - began
-    module, frozen = head_lib.Head(head_config, backbone.config), fit.make_frozen(backbone, trained.draft_ids)
-    deployed = dataclasses.replace(config, num_draft=4, batch_size=8)
-    tasks = sorted({example.task for example in test})
-    measured = {task: walk.measure(module, trained.params, frozen, backbone, [e for e in test if e.task == task], deployed) for task in tasks}
-    steps, tokens = sum(m.steps for m in measured.values()), sum(m.tokens for m in measured.values())
+        seconds = time.perf_counter() - began
+        module, frozen = variant.module(head_config, backbone.config), fit.make_frozen(backbone, trained.draft_ids)
+        deployed = dataclasses.replace(config, num_draft=4, batch_size=8)
+        tasks = sorted({example.task for example in test})
+        measured = {task: walk.measure(module, trained.params, frozen, backbone, [e for e in test if e.task == task], deployed) for task in tasks}
+    tokens_of, steps_of = sum(m.tokens for m in measured.values()), sum(m.steps for m in measured.values())
     accepted = np.sum([m.accepted for m in measured.values()], axis=0).astype(int).tolist()
     return {
         "seconds": round(seconds, 1),
-        "sequences": len(examples),
+        "sequences": len(rollouts.examples),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
-        **walk.Acceptance(steps, tokens, accepted).as_dict(),
+        **walk.Acceptance(steps_of, tokens_of, accepted).as_dict(),
         "tasks": {task: round(m.tokens_per_step, 4) for task, m in measured.items()},
     }
 
 
-def _subset(store: features.FeatureStore, chosen: np.ndarray) -> features.FeatureStore:
-    """The store as if it had been made of these sequences: each keeps its place in the arrays."""
-    return dataclasses.replace(store, offsets=store.offsets[chosen])
+def with_features(examples: list[data.Example], folder: Path, backbone: load.LoadedBackbone) -> Rollouts:
+    """Features as they stand in the folder; computed if they do not."""
+    wanted: dict[str, Any] = {"backbone_fingerprint": backbone.fingerprint, "key_layers": LAYERS, "value_layers": LAYERS, "max_length": MAX_LENGTH}
+    if not (folder / "manifest.json").exists():
+        with shared.progress("features") as show:
+            module = backbone_lib.Backbone(backbone.config)
+            features.build(folder, module, backbone.params, examples, **wanted, progress=lambda done, total: show(done, total, ""))
+    return Rollouts(examples, features.open_store(folder, examples, **wanted))
+
+
+def sample_answers(backbone: load.LoadedBackbone, examples: list[data.Example], path: Path, batch_size: int = 16) -> list[data.Example]:
+    """The backbone's answers at temperature 1 to the same prompts (up to the first answer); read back if the file is there."""
+    if not path.exists():
+        runtime = generate.make_runtime(backbone)
+        config = generate.with_stop_tokens(config_lib.DecodeConfig(max_new_tokens=ANSWER_TOKENS, temperature=1.0), backbone)
+        prompts = [example.tokens[: int(np.argmax(example.answer))].tolist() for example in examples]
+        lines = []
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        with shared.progress("sampled answers") as show:
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                outputs = generate.run(runtime, [prompts[i] for i in chosen], config, row_numbers=chosen).outputs
+                for i, output in zip(chosen, outputs, strict=True):
+                    mask = [0] * len(prompts[i]) + [1] * len(output.tokens)
+                    lines.append(json.dumps({"task": examples[i].task, "tokens": prompts[i] + output.tokens, "answer_mask": mask}))
+                show(start + len(chosen), len(order), "")
+        files.write_text(path, "\n".join(lines) + "\n")
+    return data.read_rollouts([path], vocab_size=backbone.config.vocab_size)
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One line a variant: tokens per step of every seed, and the difference of the means to the base."""
+    """One line a variant: tokens per step of every seed, the difference of the means to the base, and tokens per step by task (means)."""
     found = result["variants"]
-    base = np.mean([run["tokens_per_step"] for run in found["base"].values()]) if "base" in found else np.nan
-    lines = ["| variant | tokens per step, by seed | against base | parameters |", "|---|---|---|---|"]
+    tasks = list(next(iter(found["base"].values()))["tasks"])
+    base = np.mean([run["tokens_per_step"] for run in found["base"].values()])
+    columns = ["variant", "tokens per step, by seed", "against base", "parameters", *tasks]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, seeds in found.items():
         values = [run["tokens_per_step"] for run in seeds.values()]
         millions = next(iter(seeds.values()))["parameters"] / 1e6
-        lines.append(f"| {name} | {' '.join(f'{value:.3f}' for value in values)} | {np.mean(values) - base:+.3f} | {millions:.2f} M |")
+        by_task = (f"{np.mean([run['tasks'][task] for run in seeds.values()]):.2f}" for task in tasks)
+        cells = [name, " ".join(f"{value:.3f}" for value in values), f"{np.mean(values) - base:+.3f}", f"{millions:.2f} M", *by_task]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -148,8 +273,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     means = {name: float(np.mean([run["tokens_per_step"] for run in runs.values()])) for name, runs in result["variants"].items() if runs}
-    shares = {VARIANTS[name].share: mean for name, mean in means.items() if VARIANTS[name].share < 1} | {1.0: means["base"]}
-    others = {name: mean - means["base"] for name, mean in means.items() if name != "base" and VARIANTS[name].share == 1}
+    shares = {VARIANTS[name].share: mean for name, mean in means.items() if VARIANTS[name].times > 1}
+    others = {name: mean - means["base"] for name, mean in means.items() if name != "base" and VARIANTS[name].times == 1}
     figure, (bars, curve) = pyplot.subplots(1, 2, figsize=(11, 0.28 * len(others) + 1.5), width_ratios=(3, 2), layout="constrained")
     ranked = sorted(others, key=others.__getitem__)
     bars.barh(ranked, [others[name] for name in ranked], color=["tab:green" if others[name] > 0 else "tab:red" for name in ranked])
@@ -158,7 +283,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     curve.plot(sorted(shares), [shares[share] for share in sorted(shares)], marker="o")
     curve.set_xscale("log", base=2)
     curve.set_xlabel(f"share of {result['settings']['train_data']['sequences']:,} training sequences")
-    curve.set_ylabel("tokens per step")
+    curve.set_ylabel("tokens per step, three times as many steps")
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as file:
         figure.savefig(file.name)
     Path(file.name).replace(path)
@@ -191,16 +316,14 @@ def main() -> int:
     backbone = shared.load_backbone("smollm2-135m-instruct")
     everything = data.read_rollouts(args.rollouts, vocab_size=backbone.config.vocab_size)
     test = data.read_rollouts(args.test, vocab_size=backbone.config.vocab_size)
-    folder = args.features or args.work / "features"
-    wanted: dict[str, Any] = {"backbone_fingerprint": backbone.fingerprint, "key_layers": KEY_LAYERS, "value_layers": VALUE_LAYERS}
-    wanted["max_length"] = MAX_LENGTH
-    if not (folder / "manifest.json").exists():
-        with shared.progress("features") as show:
-            module = backbone_lib.Backbone(backbone.config)
-            features.build(folder, module, backbone.params, everything, **wanted, progress=lambda done, total: show(done, total, ""))
-    store = features.open_store(folder, everything, **wanted)
-    chosen = np.random.default_rng(0).permutation(len(everything))[: args.sequences]
-    train, store = [everything[i] for i in chosen], _subset(store, chosen)
+    args.work.mkdir(parents=True, exist_ok=True)
+    order = np.random.default_rng(0).permutation(len(everything))[: args.sequences]
+    greedy = with_features(everything, args.features or args.work / "features", backbone).at(order)
+    sampled = None
+    if any(VARIANTS[name].sampled for name in args.only or VARIANTS):
+        answers = sample_answers(backbone, greedy.share(SAMPLED_SHARE, 1).examples, args.work / "sampled.jsonl")
+        sampled = with_features(answers, args.work / "sampled_features", backbone)
+    train = greedy.examples
     settings = {
         "backbone": backbone.name,
         "head": BASE_HEAD,
@@ -218,7 +341,7 @@ def main() -> int:
         for name in args.only or VARIANTS:
             runs = result["variants"].setdefault(name, {})
             if str(seed) not in runs:
-                runs[str(seed)] = run(name, seed, args, backbone, store, train, test)
+                runs[str(seed)] = run(name, seed, args.steps, args.work, backbone, greedy, sampled, test)
                 files.write_json(args.out, result)
                 shared.say(f"{name}, seed {seed}: {runs[str(seed)]['tokens_per_step']:.3f} tokens per step")
     print(markdown(result))

@@ -83,7 +83,8 @@ class Head(nn.Module):
         dense, positions = self._dense, positions or {}
         position = last_slot + 1 if cfg.query_position == "pending" else last_slot
         embedded = backbone_lib.scale_embedding(embedded, bb.embedding_scale)
-        x = dense(cfg.width, "pre")(jnp.concatenate([embedded, hidden.astype(embedded.dtype)], axis=-1))
+        hidden = hidden.astype(embedded.dtype)
+        x = self._enter(embedded, hidden)
         for index, donor in enumerate(cfg.donors):
             held = positions.get(donor, keys[donor].shape[2])
             x = self._layer(x, index, keys[donor], values[donor], layers.visible(last_slot, held, last_slot + 1, bb.window(donor)), position)
@@ -92,11 +93,19 @@ class Head(nn.Module):
         copy, gate = self._point(n, keys, last_slot, position, positions) if cfg.pointer else (None, None)
         return HeadOutput(
             logits=self._logits(features, unembedding).astype(jnp.float32),
-            hidden=dense(cfg.backbone_width, "post")(n),
+            hidden=self._recur(n, hidden),
             features=features,
             copy=copy,
             gate=gate,
         )
+
+    def _enter(self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """What the first layer takes."""
+        return self._dense(self.config.width, "pre")(jnp.concatenate([embedded, hidden], axis=-1))
+
+    def _recur(self, n: Float[Array, "B T W"], hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The next draft step's hidden state, from this one's result and hidden state."""
+        return self._dense(self.config.backbone_width, "post")(n)
 
     def _layer(
         self, x: Float[Array, "B T W"], index: int, keys: Float[Array, "B K S H"], values: Array, mask: Bool[Array, "B T S"], position: Int[Array, "B T"]
