@@ -217,6 +217,12 @@ class Train(HeadShape, shared.BackboneFlags):
         from mtp_jax.training import features
 
         keys, values = head.layers_read, tuple(sorted(set(head.donors)))
+        wanted: dict[str, Any] = {
+            "backbone_fingerprint": backbone.fingerprint,
+            "key_layers": keys,
+            "value_layers": values,
+            "max_length": self.config.max_length,
+        }
         if not (folder / "manifest.json").exists():
             if jax.process_count() > 1:
                 raise shared.UsageError(f"--features {folder}: not there yet; compute it with one process (the same command with --steps 1, and another --out)")
@@ -232,22 +238,11 @@ class Train(HeadShape, shared.BackboneFlags):
                     module,
                     backbone.params,
                     examples,
-                    backbone_fingerprint=backbone.fingerprint,
-                    key_layers=keys,
-                    value_layers=values,
-                    max_length=self.config.max_length,
+                    **wanted,
                     dtype=self.features_dtype,
                     progress=lambda done, total: report(done, total, ""),
                 )
-        return features.open_store(
-            folder,
-            examples,
-            backbone_fingerprint=backbone.fingerprint,
-            key_layers=keys,
-            value_layers=values,
-            max_length=self.config.max_length,
-            taps=head.taps,
-        )
+        return features.open_store(folder, examples, **wanted, taps=head.taps)
 
 
 def _note(metrics: dict[str, Any], measured: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from mtp_jax.decoding import sampling, verify
 from mtp_jax.decoding import stops as stops_lib
 from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import cache as cache_lib
+
+Tree = TypeVar("Tree")
 
 Rules = config_lib.DecodeConfig  # static: see `rules_of`
 CHUNK = 512  # tokens of a prompt that go through the backbone at a time
@@ -278,18 +280,18 @@ def step(
     for width in (*config.short_drafts, config.num_draft):
         short = jax.tree.map(lambda leaf, width=width: leaf[:, :width], proposal)
         finish = partial(finish_step, backbone, drafter, backbone_params, drafter_params, proposal=short, request=request, config=config)
-        state = _once_if((longest > previous) & (longest <= width), finish, state) if config.short_drafts else finish(state)
+        state = once_if((longest > previous) & (longest <= width), finish, state) if config.short_drafts else finish(state)
         previous = width
     return state
 
 
-def _once_if(condition: Bool[Array, ""], update: Callable[[DecodeState], DecodeState], state: DecodeState) -> DecodeState:
-    """update(state), or state. A loop that runs once or not at all updates the caches in place; XLA's CPU backend copies them all for lax.cond."""
+def once_if(condition: Bool[Array, ""], update: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """update(tree), or tree. A loop that runs once or not at all updates caches in place; XLA's CPU backend copies them all for lax.cond."""
 
-    def run(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+    def run(carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
         return jnp.zeros((), bool), update(carry[1])
 
-    return lax.while_loop(lambda carry: carry[0], run, (condition, state))[1]
+    return lax.while_loop(lambda carry: carry[0], run, (condition, tree))[1]
 
 
 @partial(jax.jit, static_argnames=("drafter", "config"))

@@ -89,7 +89,7 @@ def run(
       threshold: confidence, probability of the most probable token less the second's, at which a token leaves. Above 1 none leaves, at 0
         or below every one leaves at the first exit.
       text: instead of its own choices the mode reads these tokens after the prompt (teacher forcing), and the result is what it chose at
-        each of their places, after K/V of its own making.
+        each of their places, after K/V of its own making. It is read to its end, stop tokens or not.
 
     Raises:
       PromptError: not just one prompt, or one that `generate.run` would refuse.
@@ -228,8 +228,8 @@ def token_pass(
     at = compute(0, exits[0], at)
     for first, last in pairwise((*exits, module.config.num_layers)):
         before = at.out  # not what `compute` is about to find
-        at = _once_if(~before, partial(compute, first, last), at)
-        at = _once_if(before, partial(fill, first, last), at)
+        at = loop.once_if(~before, partial(compute, first, last), at)
+        at = loop.once_if(before, partial(fill, first, last), at)
     return at
 
 
@@ -240,11 +240,6 @@ def confidence(logits: Float[Array, "B V"]) -> Float[Array, " B"]:
     top = jnp.take_along_axis(logits, best, axis=-1)
     second = jnp.where(jnp.arange(logits.shape[-1]) == best, -jnp.inf, logits).max(axis=-1, keepdims=True)
     return ((1 - jnp.exp(second - top)) / jnp.exp(logits - top).sum(axis=-1, keepdims=True))[:, 0]
-
-
-def _once_if(condition: Bool[Array, ""], update: Callable[[Pass], Pass], at: Pass) -> Pass:
-    """update(at), or at: a loop that runs once or not at all, since XLA's CPU backend copies the caches for lax.cond (see decoding/loop.py)."""
-    return lax.while_loop(lambda carry: carry[0], lambda carry: (jnp.zeros((), bool), update(carry[1])), (condition, at))[1]
 
 
 def _apply(module: backbone_lib.Backbone, params: Any, method: Callable[..., Any], *args: Any) -> Any:
