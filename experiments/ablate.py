@@ -41,7 +41,7 @@ from mtp_jax.training import data, features, fit, walk
 
 LAYERS, MAX_LENGTH = (6, 12, 20, 28, 29), 320  # backbone layers whose keys and values are kept
 BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096}
-BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 16, "max_length": MAX_LENGTH}
+BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 64, "max_length": MAX_LENGTH}
 SAMPLED_SHARE = 0.25  # of the training prompts, which are answered at temperature 1 as well
 ANSWER_TOKENS = 80
 
@@ -149,11 +149,11 @@ VARIANTS: dict[str, Variant] = {
     "normalise: by sequence": Variant(train={"normalise": "sequences"}),
     "trained on smart_reply alone": Variant(task="smart_reply"),
     "trained on proofread alone": Variant(task="proofread"),
+    "data: 1/2": Variant(share=0.5),
     "data: 1/4": Variant(share=SAMPLED_SHARE),
     "data: 1/4, sampled answers": Variant(sampled=True),
+    "data: 1/8": Variant(share=0.125),
     "three times as long": Variant(times=3),
-    "three times as long, data: 1/2": Variant(times=3, share=0.5),
-    "three times as long, data: 1/4": Variant(times=3, share=0.25),
     "three times as long, data: 1/8": Variant(times=3, share=0.125),
 }
 
@@ -252,18 +252,18 @@ def sample_answers(backbone: load.LoadedBackbone, examples: list[data.Example], 
     return data.read_rollouts([path], vocab_size=backbone.config.vocab_size)
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: dict[str, Any], *, by_task: bool = True) -> str:
     """One line a variant: tokens per step of every seed, the difference of the means to the base, and tokens per step by task (means)."""
     found = result["variants"]
-    tasks = list(next(iter(found["base"].values()))["tasks"])
+    tasks = list(next(iter(found["base"].values()))["tasks"]) if by_task else []
     base = np.mean([run["tokens_per_step"] for run in found["base"].values()])
     columns = ["variant", "tokens per step, by seed", "against base", "parameters", *tasks]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, seeds in found.items():
         values = [run["tokens_per_step"] for run in seeds.values()]
         millions = next(iter(seeds.values()))["parameters"] / 1e6
-        by_task = (f"{np.mean([run['tasks'][task] for run in seeds.values()]):.2f}" for task in tasks)
-        cells = [name, " ".join(f"{value:.3f}" for value in values), f"{np.mean(values) - base:+.3f}", f"{millions:.2f} M", *by_task]
+        each = (f"{np.mean([run['tasks'][task] for run in seeds.values()]):.2f}" for task in tasks)
+        cells = [name, " ".join(f"{value:.3f}" for value in values), f"{np.mean(values) - base:+.3f}", f"{millions:.2f} M", *each]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -273,17 +273,22 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     means = {name: float(np.mean([run["tokens_per_step"] for run in runs.values()])) for name, runs in result["variants"].items() if runs}
-    shares = {VARIANTS[name].share: mean for name, mean in means.items() if VARIANTS[name].times > 1}
+    curves: dict[int, dict[float, float]] = {}  # by how long it trained: mean by share
+    for name, mean in means.items():
+        if name == "base" or name.startswith("data: ") and not VARIANTS[name].sampled or VARIANTS[name].times > 1:
+            curves.setdefault(VARIANTS[name].times, {})[VARIANTS[name].share] = mean
     others = {name: mean - means["base"] for name, mean in means.items() if name != "base" and VARIANTS[name].times == 1}
     figure, (bars, curve) = pyplot.subplots(1, 2, figsize=(11, 0.28 * len(others) + 1.5), width_ratios=(3, 2), layout="constrained")
     ranked = sorted(others, key=others.__getitem__)
     bars.barh(ranked, [others[name] for name in ranked], color=["tab:green" if others[name] > 0 else "tab:red" for name in ranked])
     bars.axvline(0, color="black", linewidth=0.8)
     bars.set_xlabel(f"tokens per step against the base's {means['base']:.2f}")
-    curve.plot(sorted(shares), [shares[share] for share in sorted(shares)], marker="o")
+    for times, by_share in sorted(curves.items()):
+        curve.plot(sorted(by_share), [by_share[share] for share in sorted(by_share)], marker="o", label=f"{result['settings']['train']['steps'] * times} steps")
+    curve.legend()
     curve.set_xscale("log", base=2)
     curve.set_xlabel(f"share of {result['settings']['train_data']['sequences']:,} training sequences")
-    curve.set_ylabel("tokens per step, three times as many steps")
+    curve.set_ylabel("tokens per step")
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as file:
         figure.savefig(file.name)
     Path(file.name).replace(path)

@@ -13,6 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+import ablate
+
 from mtp_jax.evaluation import report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +107,10 @@ def comparison_tasks() -> str:
     return report.by_task(fastest(), "comparison.json").markdown()
 
 
+def ablations() -> str:
+    return ablate.markdown(load("ablations.json"), by_task=False)
+
+
 TABLES = {
     "acceptance": acceptance,
     "speed": speed,
@@ -113,6 +119,7 @@ TABLES = {
     "transformers": transformers,
     "comparison": comparison,
     "comparison_tasks": comparison_tasks,
+    "ablations": ablations,
 }
 
 

@@ -83,7 +83,10 @@ def test_tables_and_plot(ablate, tmp_path):
     def found(value):
         return {"0": {"tokens_per_step": value, "parameters": 2_000_000, "tasks": {"one": value, "two": value + 1}}}
 
-    result = {"settings": {"train_data": {"sequences": 8}}, "variants": {"base": found(2.0) | {"1": found(3.0)["0"]}, "data: 1/4": found(1.5)}}
+    result = {
+        "settings": {"train_data": {"sequences": 8}, "train": {"steps": 2}},
+        "variants": {"base": found(2.0) | {"1": found(3.0)["0"]}, "data: 1/4": found(1.5)},
+    }
     result["variants"] |= {"three times as long": found(4.0), "three times as long, data: 1/8": found(2.5)}
     lines = ablate.markdown(json.loads(json.dumps(result))).splitlines()
     assert lines[2] == "| base | 2.000 3.000 | +0.000 | 2.00 M | 2.50 | 3.50 |"
