@@ -41,7 +41,7 @@ from mtp_jax.training import data, features, fit, walk
 
 LAYERS, MAX_LENGTH = (6, 12, 20, 28, 29), 320  # backbone layers whose keys and values are kept
 BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096}
-BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 64, "max_length": MAX_LENGTH}
+BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 32, "max_length": MAX_LENGTH}
 SAMPLED_SHARE = 0.25  # of the training prompts, which are answered at temperature 1 as well
 ANSWER_TOKENS = 80
 

@@ -6,6 +6,7 @@ import fakes
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from mtp_jax import config as config_lib
 from mtp_jax.decoding import generate
@@ -27,11 +28,16 @@ FULLY_COMPILED = (
 
 @pytest.fixture(autouse=True, scope="module")
 def compilation(request):
-    """Compiles quickly, and lets go of the module's programs: each takes memory maps, of which a process may have no more than 65,530."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", request.path.name not in FULLY_COMPILED)
+    """Compiles quickly, and lets go of the module's programs: each takes memory maps, of which a process may have no more than 65,530.
+
+    Compiled programs are kept in pytest's cache folder for the other files and the next run; those of FULLY_COMPILED files are made anew.
+    """
+    quickly = request.path.name not in FULLY_COMPILED
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    jax.config.update("jax_compilation_cache_dir", str(request.config.cache.mkdir("xla")) if quickly else None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()  # it looks at its settings once
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
     jax.clear_caches()
 
 
