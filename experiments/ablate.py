@@ -41,7 +41,7 @@ from mtp_jax.training import data, features, fit, walk
 
 LAYERS, MAX_LENGTH = (6, 12, 20, 28, 29), 320  # backbone layers whose keys and values are kept
 BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096}
-BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 5e-3, "batch_size": 16, "rows_per_sequence": 32, "max_length": MAX_LENGTH}
+BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 2e-2, "batch_size": 16, "rows_per_sequence": 32, "max_length": MAX_LENGTH}
 SAMPLED_SHARE = 0.25  # of the training prompts, which are answered at temperature 1 as well
 ANSWER_TOKENS = 80
 
@@ -131,10 +131,11 @@ VARIANTS: dict[str, Variant] = {
     "draft vocabulary: 16384": Variant(head={"draft_vocab_size": 16384}),
     "draft vocabulary: all 49152": Variant(head={"draft_vocab_size": 49152}),
     "optimizer: AdamW 1e-3": Variant(train={"optimizer": "adamw", "learning_rate": 1e-3}),
-    "optimizer: AdamW 3e-3": Variant(train={"optimizer": "adamw", "learning_rate": 3e-3}),
+    "optimizer: AdamW 5e-3": Variant(train={"optimizer": "adamw", "learning_rate": 5e-3}),
+    "learning rate: 5e-3": Variant(train={"learning_rate": 5e-3}),
     "learning rate: 1e-2": Variant(train={"learning_rate": 1e-2}),
-    "learning rate: 2e-2": Variant(train={"learning_rate": 2e-2}),
-    "learning rate: 2.5e-3": Variant(train={"learning_rate": 2.5e-3}),
+    "learning rate: 4e-2": Variant(train={"learning_rate": 4e-2}),
+    "learning rate: 8e-2": Variant(train={"learning_rate": 8e-2}),
     "rows: answers only": Variant(train={"rows": "answer"}),
     "step decay: 1.0": Variant(train={"step_decay": 1.0}),
     "step decay: 0.6": Variant(train={"step_decay": 0.6}),
