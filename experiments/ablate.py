@@ -256,8 +256,8 @@ def sample_answers(backbone: load.LoadedBackbone, examples: list[data.Example], 
 def markdown(result: dict[str, Any], *, by_task: bool = True) -> str:
     """One line a variant: tokens per step of every seed, the difference of the means to the base, and tokens per step by task (means)."""
     found = result["variants"]
-    tasks = list(next(iter(found["base"].values()))["tasks"]) if by_task else []
-    base = np.mean([run["tokens_per_step"] for run in found["base"].values()])
+    tasks = list(next(run for runs in found.values() for run in runs.values())["tasks"]) if by_task else []
+    base = np.mean([run["tokens_per_step"] for run in found["base"].values()]) if "base" in found else np.nan
     columns = ["variant", "tokens per step, by seed", "against base", "parameters", *tasks]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, seeds in found.items():

@@ -91,6 +91,8 @@ def test_tables_and_plot(ablate, tmp_path):
     lines = ablate.markdown(json.loads(json.dumps(result))).splitlines()
     assert lines[2] == "| base | 2.000 3.000 | +0.000 | 2.00 M | 2.50 | 3.50 |"
     assert lines[3] == "| data: 1/4 | 1.500 | -1.000 | 2.00 M | 1.50 | 2.50 |"
+    alone = {"settings": {}, "variants": {"data: 1/4": found(1.5)}}
+    assert ablate.markdown(alone, by_task=False).splitlines()[2] == "| data: 1/4 | 1.500 | +nan | 2.00 M |"
     pytest.importorskip("matplotlib", reason="plots need the extra 'report'")
     ablate.plot(result, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text().rstrip().endswith("</svg>")
