@@ -46,7 +46,7 @@ def make_optimizer(config: config_lib.TrainConfig) -> optax.GradientTransformati
         0.0, config.learning_rate, warmup, max(config.steps, warmup + 1), config.learning_rate * config.final_fraction
     )
     if config.optimizer == "muon":
-        # Muon's update of a matrix has unit-scale entries per row; the AdamW part keeps the customary smaller rate.
+        # norms, scalars and gates go by AdamW, at the same rate
         update = optax.contrib.muon(schedule, weight_decay=config.weight_decay, adam_weight_decay=0.0, adam_learning_rate=schedule)
     else:
         update = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=_matrices)
