@@ -40,7 +40,7 @@ from mtp_jax.models import layers
 from mtp_jax.training import data, features, fit, walk
 
 LAYERS, MAX_LENGTH = (6, 12, 20, 28, 29), 320  # backbone layers whose keys and values are kept
-BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096}
+BASE_HEAD: dict[str, Any] = {"donors": (29,), "pointer_donors": (29, 20, 12, 6), "draft_vocab_size": 4096, "input_norms": False}
 BASE_TRAIN: dict[str, Any] = {"optimizer": "muon", "learning_rate": 2e-2, "batch_size": 16, "rows_per_sequence": 32, "max_length": MAX_LENGTH}
 SAMPLED_SHARE = 0.25  # of the training prompts, which are answered at temperature 1 as well
 ANSWER_TOKENS = 80
@@ -51,13 +51,6 @@ class HiddenAlone(head_lib.Head):
 
     def _enter(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
         return self._dense(self.config.width, "pre")(hidden)
-
-
-class NormedInput(head_lib.Head):
-    """A norm for each input, as DeepSeek-V3's module has them; that of the hidden state is the same in every draft step."""
-
-    def _enter(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
-        return super()._enter(self._norm("token_norm", embedded), self._norm("hidden_norm", hidden))
 
 
 class NormedRecurrence(head_lib.Head):
@@ -117,7 +110,7 @@ VARIANTS: dict[str, Variant] = {
     "pointer: every key head on its own": Variant(module=PointerPerHead),
     "pointer: gate starts at 1/2": Variant(module=EvenGate),
     "input: hidden state alone": Variant(module=HiddenAlone),
-    "input: each normed": Variant(module=NormedInput),
+    "input: each normed": Variant(head={"input_norms": True}),
     "recurrence: normed": Variant(module=NormedRecurrence),
     "recurrence: residual": Variant(module=ResidualRecurrence),
     "MLP: half as wide": Variant(head={"mlp_width": 768}),

@@ -251,7 +251,8 @@ class HeadConfig:
 
     `donors` names, for each head layer, the backbone layer whose keys and values it attends to.
 
-    The last block of fields tells the form of Gemma 4's assistants from the light form, which is the default. Draft entry c
+    The last block of fields tells the form of Gemma 4's assistants from the light form, which is the default (`input_norms` aside, which
+    `head_config_for` has on: files of before it lack it and have none). Draft entry c
     is token draft_ids[c]; with "centroids", entries lie cluster by cluster, draft_vocab_size / num_centroids to each.
     """
 
@@ -269,6 +270,7 @@ class HeadConfig:
     pointer_heads: int = 1  # P: independent pointers, mixed by the gate
     norm_eps: float = 1e-5
 
+    input_norms: bool = field(default=False, metadata=_LATER)  # a norm for either input; that of the hidden state is the same in every draft step
     norms: Literal["pre", "sandwich"] = field(default="pre", metadata=_LATER)  # "sandwich": after attention and MLP too, before each is added
     layer_scalars: bool = field(default=False, metadata=_LATER)  # each layer's output is multiplied with a learnt number
     # Rows that logits come from: the backbone's unembedding, the head's own table [C, W], or that table's best clusters.
@@ -365,6 +367,7 @@ def head_config_for(backbone: BackboneConfig, **changes: Any) -> HeadConfig:
         backbone_vocab_size=backbone.vocab_size,
         backbone_layers=backbone.num_layers,
         norm_eps=backbone.norm_eps,
+        input_norms=True,
     )
     config = HeadConfig(**(defaults | changes))
     config.check_fits(backbone)
@@ -389,6 +392,7 @@ def assistant_head_config_for(backbone: BackboneConfig, width: int = 256, **chan
         norms="sandwich",
         layer_scalars=True,
         output="own",
+        input_norms=False,
     )
     return head_config_for(backbone, **(defaults | changes))
 

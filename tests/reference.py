@@ -57,6 +57,9 @@ def draft_step(
     `keys` and `values` [K, S, H] by backbone layer; `unembedding` [C, D].
     """
     position = last_slot + 1 if config.query_position == "pending" else last_slot
+    if config.input_norms:
+        embedded = rms_norm(embedded, params["token_norm"]["scale"], config.norm_eps)
+        hidden = rms_norm(hidden, params["hidden_norm"]["scale"], config.norm_eps)
     x = np.concatenate([embedded, hidden]) @ _array(params["pre"]["kernel"])
     for index, donor in enumerate(config.donors):
         normed = rms_norm(x, params[f"layers_{index}_attn_norm"]["scale"], config.norm_eps)

@@ -124,6 +124,7 @@ def obstacle(config: config_lib.HeadConfig, backbone: config_lib.BackboneConfig)
     rules = [
         ("norms", config.norms == "sandwich", "must be 'sandwich'"),
         ("layer_scalars", config.layer_scalars, "must be on"),
+        ("input_norms", not config.input_norms, "must be off"),
         ("output", config.output in ("own", "centroids"), "must be 'own' or 'centroids'"),
         ("pointer", not config.pointer, "must be off"),
         ("draft_vocab_size", config.draft_vocab_size == config.backbone_vocab_size, f"must be the whole vocabulary of {config.backbone_vocab_size}"),

@@ -26,8 +26,10 @@ _QUERY = "queries, [heads, head dimension] in one axis, heads slowest: as wide a
 _USES = {  # name without its layer -> axes, use; the first that fits
     "pre/kernel": (
         "in: the backbone's embedding of the token (scaled as the backbone scales it), then the hidden state; out: head width",
-        "x = [e; h] @ kernel",
+        "x = [e; h] @ kernel, of the normed inputs where there are norms for them",
     ),
+    "token_norm/scale": ("backbone width", "norm of the embedding before pre/kernel"),
+    "hidden_norm/scale": ("backbone width", "norm of the hidden state before pre/kernel, the same in every draft step"),
     "post/kernel": ("in: head width; out: backbone width", "hidden state of the next draft step, n @ kernel"),
     "out/kernel": ("in: head width; out: backbone width", "f = n @ kernel, which the backbone's unembedding rows are multiplied with"),
     "unembed/kernel": ("in: head width; out: draft entry", "logits = n @ kernel"),
@@ -99,7 +101,7 @@ def _step(config: config_lib.HeadConfig) -> list[str]:
     lines = [
         f"norm(x) = {_NORM}",
         "first step: e is the embedding of the pending token, h the backbone's state at p after its final norm; later the draft before and its hidden state",
-        "x = [e; h] @ pre/kernel",
+        "x = [token_norm(e); hidden_norm(h)] @ pre/kernel" if config.input_norms else "x = [e; h] @ pre/kernel",
         "head layer i: x = x + [post_attn_norm](attention(attn_norm(x)) @ o); x = x + [post_mlp_norm](mlp(mlp_norm(x))); x = x * [scalar]; "
         "what is in brackets only where its tensor is there",
         f"attention of layer i: queries at position {position} over slots 0..p of backbone layer donors[i]'s keys (normed, rotated) and values; "

@@ -50,6 +50,8 @@ class HeadShape:
     """Tokens the head can draft: the most frequent ones of the rollouts. Default: 8192; with --form assistant all."""
     query_position: Literal["pending", "last"] = "pending"
     """Position of the head's queries: that of the pending token, or of the last one in the cache."""
+    input_norms: bool = True
+    """Norm the token's embedding and the hidden state before they are joined (--form light only)."""
     pointer: bool = True
     """Let the head copy tokens from the text as well (--form light and own_cache only)."""
     pointer_donors: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...", help_behavior_hint="")] = ()
@@ -77,7 +79,7 @@ class HeadShape:
                 chosen[name] = value
         if self.form == "assistant":
             return config_lib.assistant_head_config_for(backbone, **chosen)
-        chosen |= {"pointer": self.pointer, "pointer_heads": self.pointer_heads}
+        chosen |= {"input_norms": self.input_norms, "pointer": self.pointer, "pointer_heads": self.pointer_heads}
         return config_lib.head_config_for(backbone, **chosen)
 
     def _baseline_config(self, backbone: config_lib.BackboneConfig, kind: config_lib.BaselineKind, num_draft: int) -> config_lib.BaselineConfig:
@@ -102,6 +104,8 @@ class HeadShape:
         if (self.form not in ("light", "own_cache") and self.pointer_heads != 1) or (self.form != "light" and self.pointer_donors):
             flag = "--pointer-donors" if self.pointer_donors else "--pointer-heads"
             raise shared.UsageError(f"{flag}: --form {self.form} {'points at its own keys' if self.form == 'own_cache' else 'has no pointer'}")
+        if not self.input_norms and self.form != "light":
+            raise shared.UsageError(f"--no-input-norms: --form {self.form} has no such choice")
         if self.taps and self.form != "eagle3":
             raise shared.UsageError(f"--taps: --form {self.form} reads the backbone's last state alone, or none")
         for name in ("num_kv_heads", "head_dim", "num_layers"):

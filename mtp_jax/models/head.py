@@ -3,10 +3,12 @@
 It has no key or value projections, no cache and no prefill. One draft step of a row whose slots 0..p are valid, with
 pending token x_{p+1}:
 
-    u   = pre [embed(token); hidden]            token: pending, then the previous draft; hidden: h_p, then the head's own
+    u   = pre [norm(embed(token)); norm(hidden)]    token: pending, then the previous draft; hidden: h_p, then the head's own
     u   = layer(u), queries at position p+1 over slots 0..p of the donor layer's K/V, for each head layer
     n   = norm(u)
     logits = n · unembedding (draft vocabulary), hidden' = post n
+
+Without `input_norms` the inputs are taken as they are; a row of the token table is then far smaller than a hidden state.
 
 With `pointer`, a second query-only attention over donor keys weighs the slots, and the weight of slot s goes to the
 token that followed it, x_{s+1}: q = (1 - g) softmax(logits) + g copy, with the gate g = sigmoid(w · n + b). A copied
@@ -101,6 +103,8 @@ class Head(nn.Module):
 
     def _enter(self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
         """What the first layer takes."""
+        if self.config.input_norms:  # as in DeepSeek-V3's module (arXiv 2412.19437, equation 21)
+            embedded, hidden = self._norm("token_norm", embedded), self._norm("hidden_norm", hidden)
         return self._dense(self.config.width, "pre")(jnp.concatenate([embedded, hidden], axis=-1))
 
     def _recur(self, n: Float[Array, "B T W"], hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -175,6 +175,7 @@ def test_nothing_is_left_of_a_write_that_fails(backbone, config, tmp_path, monke
     [
         (dict(norms="pre"), "norms='pre': must be 'sandwich'"),
         (dict(layer_scalars=False), "layer_scalars=False: must be on"),
+        (dict(input_norms=True), "input_norms=True: must be off"),
         (dict(output="backbone", num_centroids=0, top_centroids=0), "output='backbone': must be 'own' or 'centroids'"),
         (dict(draft_vocab_size=53), f"draft_vocab_size=53: must be the whole vocabulary of {VOCAB}"),
         (dict(query_position="last"), "query_position='last': must be 'pending'"),

@@ -17,6 +17,7 @@ from mtp_jax.models import layers
 TEXT = np.random.default_rng(4).integers(0, 64, 13).tolist()
 CONFIGS = {
     "two layers, two pointers": fakes.HEAD,
+    "inputs as they are": dataclasses.replace(fakes.HEAD, input_norms=False),
     "query at p": dataclasses.replace(fakes.HEAD, query_position="last"),
     "pointer over two donors": dataclasses.replace(fakes.HEAD, pointer_donors=(2, 3), pointer_heads=1),
     "no pointer, as wide as the backbone": dataclasses.replace(fakes.HEAD, pointer=False, pointer_donors=(), width=32),

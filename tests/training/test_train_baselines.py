@@ -187,6 +187,7 @@ def test_flags_describe_the_head():
     for flags, message in (
         ({"form": "eagle", "taps": (1, 3)}, "--taps: --form eagle reads the backbone's last state alone"),
         ({"form": "eagle", "donors": (1,)}, "--donors: --form eagle reads no K/V of the backbone"),
+        ({"form": "eagle", "input_norms": False}, "--no-input-norms: --form eagle has no such choice"),
         ({"form": "eagle", "query_position": "last"}, "--query-position: --form eagle reads no K/V"),
         ({"form": "medusa", "pointer_heads": 2}, "--pointer-heads: --form medusa has no pointer"),
         ({"form": "own_cache", "pointer_donors": (1,)}, "--pointer-donors: --form own_cache points at its own keys"),
