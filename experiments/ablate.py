@@ -147,6 +147,7 @@ VARIANTS: dict[str, Variant] = {
     "data: 1/4": Variant(share=SAMPLED_SHARE),
     "data: 1/4, sampled answers": Variant(sampled=True),
     "data: 1/8": Variant(share=0.125),
+    "three that helped: norms, 4e-2, answers": Variant(head={"input_norms": True}, train={"learning_rate": 4e-2, "rows": "answer"}),
     "three times as long": Variant(times=3),
     "three times as long, data: 1/8": Variant(times=3, share=0.125),
 }
