@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -284,9 +283,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     curve.set_xscale("log", base=2)
     curve.set_xlabel(f"share of {result['settings']['train_data']['sequences']:,} training sequences")
     curve.set_ylabel("tokens per step")
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as file:
-        figure.savefig(file.name)
-    Path(file.name).replace(path)
+    whole = path.with_name(f"unfinished-{path.name}")
+    figure.savefig(whole)
+    whole.replace(path)
 
 
 def main() -> int:
