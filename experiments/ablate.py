@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,7 +187,6 @@ def run(
     if variant.task is not None:
         rollouts = rollouts.of(variant.task)
     folder = work / "runs" / f"{''.join(c if c.isalnum() else '_' for c in name)}_{seed}"
-    began = time.perf_counter()
     with mock.patch.object(head_lib, "Head", variant.module), shared.progress(f"{name}, seed {seed}") as show:
         trained = fit.fit(
             backbone,
@@ -200,15 +198,14 @@ def run(
             features=rollouts.store,
             report=lambda step, values: show(step, config.steps, f"loss {values['loss']:.3f}"),
         )
-        seconds = time.perf_counter() - began
-        module, frozen = variant.module(head_config, backbone.config), fit.make_frozen(backbone, trained.draft_ids)
-        deployed = dataclasses.replace(config, num_draft=4, batch_size=8)
-        tasks = sorted({example.task for example in test})
-        measured = {task: walk.measure(module, trained.params, frozen, backbone, [e for e in test if e.task == task], deployed) for task in tasks}
+    module, frozen = variant.module(head_config, backbone.config), fit.make_frozen(backbone, trained.draft_ids)
+    deployed = dataclasses.replace(config, num_draft=4, batch_size=8)
+    tasks = sorted({example.task for example in test})
+    measured = {task: walk.measure(module, trained.params, frozen, backbone, [e for e in test if e.task == task], deployed) for task in tasks}
     tokens_of, steps_of = sum(m.tokens for m in measured.values()), sum(m.steps for m in measured.values())
     accepted = np.sum([m.accepted for m in measured.values()], axis=0).astype(int).tolist()
     return {
-        "seconds": round(seconds, 1),
+        "seconds": round(sum(json.loads(line)["seconds"] for line in files.whole_lines(folder / "metrics.jsonl")), 1),  # of a resumed run, too
         "sequences": len(rollouts.examples),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
         **walk.Acceptance(steps_of, tokens_of, accepted).as_dict(),

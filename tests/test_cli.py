@@ -217,23 +217,8 @@ def test_rollout_then_train_then_generate(files, ends_well, run, tmp_path):
 
 
 def test_train_flags_reach_the_head(files):
-    args = [
-        "train",
-        "--rollouts",
-        "r",
-        "--out",
-        "o",
-        "--donors",
-        "0",
-        "1",
-        "--no-pointer",
-        "--width",
-        "4",
-        "--query-position",
-        "last",
-        "--no-input-norms",
-        *TRAIN,
-    ]
+    shape = ["--donors", "0", "1", "--no-pointer", "--width", "4", "--query-position", "last", "--no-input-norms"]
+    args = ["train", "--rollouts", "r", "--out", "o", *shape, *TRAIN]
     command = cli.parse(args)
     config = command.head_config(load.load_backbone(files / "backbone").config)
     assert (config.donors, config.pointer, config.width, config.query_position, config.draft_vocab_size) == ((0, 1), False, 4, "last", 20)
