@@ -73,7 +73,7 @@ def answers(runtime):
 def training():
     """Of the run below: enough to learn 24 texts by heart, in part."""
     return config_lib.TrainConfig(
-        steps=60, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=0, learning_rate=1e-2, weight_decay=0.0, checkpoint_every=60
+        steps=60, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=0, optimizer="adamw", learning_rate=1e-2, weight_decay=0.0, checkpoint_every=60
     )
 
 

@@ -25,7 +25,7 @@ root = Path(sys.argv[1])
 texts = fakes.prompts(*range(12, 36), seed=3)
 examples = [data.Example("t", np.asarray(text, np.int32), np.arange(len(text)) >= 5) for text in texts]
 backbone = fakes.backbone()
-RUN = TrainConfig(steps=20, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=8, learning_rate=1e-2, checkpoint_every=10)
+RUN = TrainConfig(steps=20, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=8, optimizer="adamw", learning_rate=1e-2, checkpoint_every=10)
 
 def losses(out):
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -13,7 +13,7 @@ from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.training import data, features, fit
 
 KEYS, VALUES = fakes.HEAD.layers_read, tuple(sorted(set(fakes.HEAD.donors)))
-SHORT = TrainConfig(steps=2, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=8, learning_rate=1e-2)
+SHORT = TrainConfig(steps=2, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=8, optimizer="adamw", learning_rate=1e-2)
 # Half of the distance between neighbours, relative: what rounding to nearest loses at most.
 ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 

@@ -17,7 +17,7 @@ from mtp_jax.models import forms
 from mtp_jax.models import head as head_lib
 from mtp_jax.training import data, features, fit, loss, step
 
-SHORT = TrainConfig(steps=6, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=8, learning_rate=1e-2, checkpoint_every=2)
+SHORT = TrainConfig(steps=6, batch_size=8, max_length=64, num_draft=3, rows_per_sequence=8, optimizer="adamw", learning_rate=1e-2, checkpoint_every=2)
 KEYS, VALUES = fakes.HEAD.layers_read, tuple(sorted(set(fakes.HEAD.donors)))
 
 

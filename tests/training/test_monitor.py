@@ -20,7 +20,7 @@ from mtp_jax.models import backbone as backbone_lib
 from mtp_jax.models import head as head_lib
 from mtp_jax.training import data, features, fit, monitor, step, walk
 
-SHORT = TrainConfig(steps=4, batch_size=8, max_length=64, num_draft=2, rows_per_sequence=8, learning_rate=1e-2, checkpoint_every=1)
+SHORT = TrainConfig(steps=4, batch_size=8, max_length=64, num_draft=2, rows_per_sequence=8, optimizer="adamw", learning_rate=1e-2, checkpoint_every=1)
 
 
 def lines(out):

@@ -47,11 +47,16 @@ def test_the_table_of_shardings(path, shape, spec):
     assert sharding.of_path(path, shape, CUBE).spec == spec
 
 
-def test_optimizer_state_lies_where_the_parameters_do():
-    state = jax.eval_shape(lambda: step.init_state(head_lib.Head(fakes.HEAD, fakes.BACKBONE), TrainConfig()))
+@pytest.mark.parametrize("optimizer, moments", [("muon", 1), ("adamw", 2)])
+def test_optimizer_state_lies_where_the_parameters_do(optimizer, moments):
+    state = jax.eval_shape(lambda: step.init_state(head_lib.Head(fakes.HEAD, fakes.BACKBONE), TrainConfig(optimizer=optimizer)))
     specs = jax.tree.map(lambda leaf: leaf.spec, sharding.of_tree(state, CUBE))
-    adam = specs.opt_state[1][0]
-    assert adam.mu == adam.nu == specs.head_params and specs.head_params["pre"]["kernel"] == P("fsdp", "tensor")
+    kept = jax.tree_util.tree_leaves_with_path(specs.opt_state)
+    assert specs.head_params["pre"]["kernel"] == P("fsdp", "tensor")
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs.head_params):
+        found = [of_moment for where, of_moment in kept if where[-len(path) :] == path]
+        matrix = path[-1].key.endswith("kernel")
+        assert found == [spec] * (moments if matrix else 2), path
 
 
 def test_a_31b_backbone_is_split_over_eight_devices():
