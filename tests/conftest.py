@@ -16,7 +16,6 @@ from mtp_jax.training import data, fit
 # does when it takes its time, or at last bits and times.
 FULLY_COMPILED = (
     "test_no_copy.py",
-    "test_early_stop.py",
     "test_continue.py",
     "test_exactness.py",
     "test_layers.py",

@@ -3,12 +3,10 @@
 import dataclasses
 
 import fakes
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax import config as config_lib
-from mtp_jax.decoding import generate, loop, sampling
+from mtp_jax.decoding import generate, loop
 
 CONFIG = config_lib.DecodeConfig(max_new_tokens=24, num_draft=4)
 PROMPTS = fakes.prompts(3, 9, 5)
@@ -49,16 +47,3 @@ def test_sampled_drafts_end_early_and_rows_stay_alone(runtime):
     together = generate.run(runtime, PROMPTS, sampled, seeds=[4, 5, 6]).outputs
     alone = [generate.run(runtime, [prompt], sampled, seeds=[seed]).outputs[0] for prompt, seed in zip(PROMPTS, (4, 5, 6), strict=True)]
     assert together == alone and any(output.drafted < 4 * output.steps for output in together)
-
-
-def test_an_early_end_copies_no_cache(runtime):
-    from test_no_copy import SHAPE, S, full_size_writes
-
-    rules = dataclasses.replace(CONFIG, max_new_tokens=1, min_confidence=0.1)
-    request = loop.Request(limits=jnp.full((1,), 50), keys=sampling.row_keys(0, [0]))
-    prompts, lengths = jnp.zeros((1, 8), jnp.int32), jnp.full((1,), 5)
-    state = jax.eval_shape(
-        lambda: loop.prefill(runtime.prefill_module, runtime.prefill_params, prompts, lengths, request, num_slots=S, drafter=runtime.drafter, config=rules)
-    )
-    program = loop.decode.lower(runtime.step_module, runtime.drafter, runtime.step_params, runtime.drafter_params, state, request, config=rules).compile()
-    assert full_size_writes(program.as_text(), int(np.prod(SHAPE[1]))) == []

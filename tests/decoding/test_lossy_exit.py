@@ -88,7 +88,7 @@ def slow(backbone, prompt, count, exits, threshold, text=None, stop_tokens=CONFI
     return tokens, depths
 
 
-@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BACKBONES)
 def test_a_threshold_above_one_gives_vanillas_tokens(name, blocks):
     runtime, reasons = runtime_of(name, blocks), set()

@@ -3,6 +3,7 @@
 Read off the optimised program, because nothing else shows it: a copied cache gives the right tokens, slowly.
 """
 
+import dataclasses
 import re
 
 import fakes
@@ -79,11 +80,8 @@ def full_size_writes(program, size):
     return found
 
 
-def rules(num_draft, short_drafts=()):
-    return config_lib.DecodeConfig(max_new_tokens=1, num_draft=num_draft, short_drafts=short_drafts)
-
-
-def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None, short_drafts=()):
+def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None, **changes):
+    rules = config_lib.DecodeConfig(max_new_tokens=1, num_draft=num_draft)
     lengths = jnp.full((batch,), 5)
     request = loop.Request(limits=jnp.full((batch,), 50), keys=sampling.row_keys(0, list(range(batch))))
     prompts = jnp.zeros((batch, 8), jnp.int32)
@@ -99,20 +97,29 @@ def compiled_decode(runtime, drafter, batch, num_draft, window_slots=None, short
             num_slots=S,
             drafter=drafter,
             drafter_params=params,
-            config=rules(num_draft),
+            config=rules,
             window_slots=window_slots,
         )
     )
-    config = rules(num_draft, short_drafts)
+    config = dataclasses.replace(rules, **changes)
     return loop.decode.lower(runtime.step_module, drafter, runtime.step_params, params, state, request, config=config).compile().as_text()
 
 
+CHANGES = {"head, ending early": {"min_confidence": 0.1}, "hybrid, passes of three widths": {"short_drafts": (0, 1)}}
+
+
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["vanilla", "head", "prompt lookup", "early exit", "jacobi", "hybrid", "hybrid, passes of three widths"])
+@pytest.mark.parametrize("kind", ["vanilla", "head", "prompt lookup", "early exit", "jacobi", "hybrid", *CHANGES])
 def test_no_decode_step_copies_a_layers_cache(runtime, kind, batch):
-    known = {"vanilla": None, "head": runtime.drafter, "early exit": early_exit.EarlyExit(fakes.BACKBONE), "jacobi": jacobi.Jacobi()}
+    known = {
+        "vanilla": None,
+        "head": runtime.drafter,
+        "head, ending early": runtime.drafter,
+        "early exit": early_exit.EarlyExit(fakes.BACKBONE),
+        "jacobi": jacobi.Jacobi(),
+    }
     drafter = (known | {"prompt lookup": prompt_lookup.PromptLookup()}).get(kind, hybrid.Hybrid(runtime.drafter))
-    program = compiled_decode(runtime, drafter, batch, 0 if drafter is None else 3, short_drafts=(0, 1) if "widths" in kind else ())
+    program = compiled_decode(runtime, drafter, batch, 0 if drafter is None else 3, **CHANGES.get(kind, {}))
     size = int(np.prod(SHAPE[batch]))
     assert full_size_writes(program, size) == []
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", program)
@@ -131,7 +138,7 @@ def test_no_decode_step_copies_a_ring(runtime, num_draft, batch):
     assert full_size_writes(program, full) == []
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "own_cache", "standalone"])
 def test_no_decode_step_copies_a_drafters_own_cache(backbone, kind, batch):
     """Nor the backbone's beside it."""

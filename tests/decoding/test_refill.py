@@ -27,7 +27,12 @@ def plain(backbone):
 
 
 @pytest.mark.parametrize(
-    "config, batch_size", [(GREEDY, 3), (SAMPLED, 12), (dataclasses.replace(GREEDY, window_cache="ring"), 5)], ids=["greedy", "sampled", "ring"]
+    "config, batch_size",
+    [
+        pytest.param(GREEDY, 3, id="greedy"),
+        pytest.param(SAMPLED, 12, id="sampled", marks=pytest.mark.slow),
+        pytest.param(dataclasses.replace(GREEDY, window_cache="ring"), 5, id="ring"),
+    ],
 )
 def test_answers_are_those_of_one_batch(plain, config, batch_size):
     want = generate.run(plain, PROMPTS, config, row_numbers=NUMBERS).outputs

@@ -53,7 +53,7 @@ def test_the_longest_proposal_chooses_the_pass(runtime, vanilla, counts, width):
         assert written.max() + 1 == PROMPT + 3 * (count + 1) + width + 1
 
 
-@pytest.mark.parametrize("changes", [{"min_confidence": 0.1}, {"min_confidence": 0.1, "temperature": 1.0}])
+@pytest.mark.parametrize("changes", [{"min_confidence": 0.1}, pytest.param({"min_confidence": 0.1, "temperature": 1.0}, marks=pytest.mark.slow)])
 def test_text_is_the_same(runtime, changes):
     config = dataclasses.replace(CONFIG, num_draft=5, short_drafts=(1, 3), **changes)
     prompts = fakes.prompts(3, 9, 20)

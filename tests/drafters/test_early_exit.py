@@ -65,8 +65,8 @@ def test_drafts_are_those_of_a_backbone_cut_short(name, blocks):
             text[0, length + 1 + number] = draft
 
 
-@pytest.mark.parametrize("window_cache", ["full", "ring"])
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("window_cache", ["full", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["untied", "sharing", pytest.param("tied", marks=pytest.mark.slow)])
 def test_output_is_vanillas(name, window_cache):
     runtime = exits(fakes.backbone(BACKBONES[name]))
     for changes in ({}, {"temperature": 0.8}):

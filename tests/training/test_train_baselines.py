@@ -136,7 +136,7 @@ def test_stored_taps(backbone, answers, training, tmp_path):
     np.testing.assert_allclose(tapped, plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "own_cache", "medusa", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "own_cache", "standalone"))])
 def test_a_run_learns_and_decodes_as_measured(backbone, answers, training, tmp_path, kind):
     """Loss falls; the head that was saved loads; on the backbone's own answers decoding counts what was measured, exactly."""
     config = dataclasses.replace(training, steps=30, checkpoint_every=30)
