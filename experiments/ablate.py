@@ -54,15 +54,8 @@ class HiddenAlone(head_lib.Head):
 class NormedRecurrence(head_lib.Head):
     """The head's own hidden state is normed, as the backbone's is that it takes the place of."""
 
-    def _recur(self, n: jax.Array, hidden: jax.Array) -> jax.Array:
-        return self._norm("recurrent_norm", super()._recur(n, hidden))
-
-
-class ResidualRecurrence(head_lib.Head):
-    """The head's own hidden state is the last one and a change to it."""
-
-    def _recur(self, n: jax.Array, hidden: jax.Array) -> jax.Array:
-        return hidden + super()._recur(n, hidden)
+    def _recur(self, n: jax.Array) -> jax.Array:
+        return self._norm("recurrent_norm", super()._recur(n))
 
 
 class PointerPerHead(head_lib.Head):
@@ -94,7 +87,6 @@ class Variant:
     head: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     module: type[head_lib.Head] = head_lib.Head
-    times: int = 1  # as many steps
     share: float = 1.0  # of the training sequences
     sampled: bool = False  # trained on sampled answers to SAMPLED_SHARE of the prompts
     task: str | None = None  # trained on this task's sequences alone
@@ -110,20 +102,15 @@ VARIANTS: dict[str, Variant] = {
     "input: hidden state alone": Variant(module=HiddenAlone),
     "input: each normed": Variant(head={"input_norms": True}),
     "recurrence: normed": Variant(module=NormedRecurrence),
-    "recurrence: residual": Variant(module=ResidualRecurrence),
-    "MLP: half as wide": Variant(head={"mlp_width": 768}),
     "head: half as wide": Variant(head={"width": 288, "num_heads": 9, "mlp_width": 768}),
     "donors: the last layer twice": Variant(head={"donors": (29, 29)}),
     "donors: last two layers": Variant(head={"donors": (28, 29)}),
     "donors: four, spread": Variant(head={"donors": (6, 12, 20, 29)}),
     "query position: last": Variant(head={"query_position": "last"}),
-    "draft vocabulary: 2048": Variant(head={"draft_vocab_size": 2048}),
     "draft vocabulary: 8192": Variant(head={"draft_vocab_size": 8192}),
-    "draft vocabulary: 16384": Variant(head={"draft_vocab_size": 16384}),
     "draft vocabulary: all 49152": Variant(head={"draft_vocab_size": 49152}),
     "optimizer: AdamW 1e-3": Variant(train={"optimizer": "adamw", "learning_rate": 1e-3}),
     "optimizer: AdamW 5e-3": Variant(train={"optimizer": "adamw", "learning_rate": 5e-3}),
-    "learning rate: 5e-3": Variant(train={"learning_rate": 5e-3}),
     "learning rate: 1e-2": Variant(train={"learning_rate": 1e-2}),
     "learning rate: 4e-2": Variant(train={"learning_rate": 4e-2}),
     "learning rate: 8e-2": Variant(train={"learning_rate": 8e-2}),
@@ -137,8 +124,6 @@ VARIANTS: dict[str, Variant] = {
     "loss: LK hybrid": Variant(train={"loss": ("lk_hybrid",)}),
     "loss: 0.9 smooth-L1 of hidden states": Variant(train={"loss": ("hidden:0.9", "soft_ce:0.1")}),
     "after a miss: drop": Variant(train={"after_miss": "drop"}),
-    "after a miss: weigh": Variant(train={"after_miss": "weigh"}),
-    "normalise: by sequence": Variant(train={"normalise": "sequences"}),
     "trained on smart_reply alone": Variant(task="smart_reply"),
     "trained on proofread alone": Variant(task="proofread"),
     "data: 1/2": Variant(share=0.5),
@@ -146,8 +131,6 @@ VARIANTS: dict[str, Variant] = {
     "data: 1/4, sampled answers": Variant(sampled=True),
     "data: 1/8": Variant(share=0.125),
     "three that helped: norms, 4e-2, answers": Variant(head={"input_norms": True}, train={"learning_rate": 4e-2, "rows": "answer"}),
-    "three times as long": Variant(times=3),
-    "three times as long, data: 1/8": Variant(times=3, share=0.125),
 }
 
 
@@ -177,7 +160,6 @@ def run(
     """Train one variant and walk it over the test rollouts."""
     variant = VARIANTS[name]
     head_config = config_lib.head_config_for(backbone.config, **(BASE_HEAD | variant.head))
-    steps *= variant.times
     config = config_lib.TrainConfig(**(BASE_TRAIN | variant.train), steps=steps, seed=seed, checkpoint_every=steps)
     if variant.sampled:
         assert sampled is not None
@@ -264,19 +246,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     means = {name: float(np.mean([run["tokens_per_step"] for run in runs.values()])) for name, runs in result["variants"].items() if runs}
-    curves: dict[int, dict[float, float]] = {}  # by how long it trained: mean by share
-    for name, mean in means.items():
-        if name == "base" or name.startswith("data: ") and not VARIANTS[name].sampled or VARIANTS[name].times > 1:
-            curves.setdefault(VARIANTS[name].times, {})[VARIANTS[name].share] = mean
-    others = {name: mean - means["base"] for name, mean in means.items() if name != "base" and VARIANTS[name].times == 1}
+    by_share = {VARIANTS[name].share: mean for name, mean in means.items() if name == "base" or name.startswith("data: ") and not VARIANTS[name].sampled}
+    others = {name: mean - means["base"] for name, mean in means.items() if name != "base"}
     figure, (bars, curve) = pyplot.subplots(1, 2, figsize=(11, 0.28 * len(others) + 1.5), width_ratios=(3, 2), layout="constrained")
     ranked = sorted(others, key=others.__getitem__)
     bars.barh(ranked, [others[name] for name in ranked], color=["tab:green" if others[name] > 0 else "tab:red" for name in ranked])
     bars.axvline(0, color="black", linewidth=0.8)
     bars.set_xlabel(f"tokens per step against the base's {means['base']:.2f}")
-    for times, by_share in sorted(curves.items()):
-        curve.plot(sorted(by_share), [by_share[share] for share in sorted(by_share)], marker="o", label=f"{result['settings']['train']['steps'] * times} steps")
-    curve.legend()
+    shares = sorted(by_share)
+    curve.plot(shares, [by_share[share] for share in shares], marker="o")
     curve.set_xscale("log", base=2)
     curve.set_xlabel(f"share of {result['settings']['train_data']['sequences']:,} training sequences")
     curve.set_ylabel("tokens per step")

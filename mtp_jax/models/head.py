@@ -95,7 +95,7 @@ class Head(nn.Module):
         copy, gate = self._point(n, keys, last_slot, position, positions) if cfg.pointer else (None, None)
         return HeadOutput(
             logits=self._logits(features, unembedding).astype(jnp.float32),
-            hidden=self._recur(n, hidden),
+            hidden=self._recur(n),
             features=features,
             copy=copy,
             gate=gate,
@@ -107,8 +107,8 @@ class Head(nn.Module):
             embedded, hidden = self._norm("token_norm", embedded), self._norm("hidden_norm", hidden)
         return self._dense(self.config.width, "pre")(jnp.concatenate([embedded, hidden], axis=-1))
 
-    def _recur(self, n: Float[Array, "B T W"], hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The next draft step's hidden state, from this one's result and hidden state."""
+    def _recur(self, n: Float[Array, "B T W"]) -> Float[Array, "B T D"]:
+        """The next draft step's hidden state."""
         return self._dense(self.config.backbone_width, "post")(n)
 
     def _layer(
