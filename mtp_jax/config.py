@@ -355,7 +355,8 @@ def _check_backbone(head: HeadConfig | BaselineConfig, backbone: BackboneConfig)
 
 
 def head_config_for(backbone: BackboneConfig, **changes: Any) -> HeadConfig:
-    """The default head for `backbone`: one layer on the last full-attention layer (or the last layer), as wide as the backbone."""
+    """The default head for `backbone`: one layer on the last full-attention layer (or the last layer), as wide as the backbone, and a pointer
+    over the keys of four layers (README, A recipe): the last of the donors and, spread below it, others of its kind."""
     kind: LayerType = "full" if "full" in backbone.layer_types else "sliding"
     defaults: dict[str, Any] = dict(
         donors=(backbone.donor(kind),),
@@ -369,7 +370,13 @@ def head_config_for(backbone: BackboneConfig, **changes: Any) -> HeadConfig:
         norm_eps=backbone.norm_eps,
         input_norms=True,
     )
-    config = HeadConfig(**(defaults | changes))
+    chosen = defaults | changes
+    last = chosen["donors"][-1] if chosen["donors"] else -1
+    if chosen.get("pointer", True) and 0 <= last < backbone.num_layers:
+        # of one kind, since a slot must be visible to all of them
+        alike = [layer for layer in range(last + 1) if backbone.layer_types[layer] == backbone.layer_types[last]]
+        chosen = {"pointer_donors": tuple(sorted({alike[-(-part * len(alike) // 4) - 1] for part in (1, 2, 3, 4)}))} | chosen
+    config = HeadConfig(**chosen)
     config.check_fits(backbone)
     return config
 

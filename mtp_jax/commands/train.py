@@ -55,7 +55,7 @@ class HeadShape:
     pointer: bool = True
     """Let the head copy tokens from the text as well (--form light and own_cache only)."""
     pointer_donors: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...", help_behavior_hint="")] = ()
-    """Backbone layers whose keys the pointer reads. Default: the last of --donors."""
+    """Backbone layers whose keys the pointer reads. Default: four, the last of --donors and others of its kind, spread below it."""
     pointer_heads: int = 1
     """Independent pointers."""
 

@@ -228,6 +228,17 @@ def test_shapes_of_a_head_come_from_its_donors():
     assert config_lib.head_config_for(GEMMA4).donors == (2,)
 
 
+def test_a_pointer_reads_four_layers_of_the_last_donors_kind():
+    def pointers(layer_types, **changes):
+        return config_lib.head_config_for(dataclasses.replace(fakes.BACKBONE, num_layers=len(layer_types), layer_types=layer_types), **changes).pointer_donors
+
+    assert pointers(("full",) * 30) == (7, 14, 22, 29)
+    assert pointers((*["sliding"] * 5, "full") * 3) == (5, 11, 17)
+    assert pointers((*["sliding"] * 5, "full") * 3, donors=(17, 7)) == (1, 3, 6, 7)
+    assert pointers(("full",)) == (0,)
+    assert pointers(("full",) * 9, pointer_donors=(1,)) == (1,) and pointers(("full",) * 9, pointer=False) == ()
+
+
 def test_a_donor_without_its_own_keys_is_refused():
     for name in ("donors", "pointer_donors"):
         with pytest.raises(ConfigError, match=f"{name}=5: layer 5 has no K/V of its own; the last layer that has is 3"):

@@ -173,7 +173,7 @@ def test_a_plan_by_hand():
     assert count["head"] // 4 * 4 <= sizes["head_parameters"] < 4 * (count["head"] // 4 + 5 * 576)
     vectors = 5 * 576 + 1  # norms, those of the inputs included, and the gate's bias
     assert sizes["head_parameters"] + 4 * vectors <= sizes["optimizer"] <= sizes["head_parameters"] + 4 * vectors + 100
-    per_token = 2 * (576 + 2 * 3 * 64) + 4 + 1  # hidden, keys and values; token and mask
+    per_token = 2 * (576 + 5 * 3 * 64) + 4 + 1  # hidden, keys of four layers and values of one; token and mask
     assert sizes["batch_and_features"] == 2 * 128 * per_token + 2 * (64 * (4 + 1) + 4 + 4)
     assert sizes["step_temporary"] > sizes["head_parameters"] and sizes["backbone_temporary"] > 0
     always = sum(sizes[name] for name in ("backbone_parameters", "loss_tables", "head_parameters", "optimizer", "batch_and_features"))
