@@ -370,7 +370,7 @@ def head_config_for(backbone: BackboneConfig, **changes: Any) -> HeadConfig:
         norm_eps=backbone.norm_eps,
         input_norms=True,
     )
-    chosen = defaults | changes
+    chosen: dict[str, Any] = defaults | changes
     last = chosen["donors"][-1] if chosen["donors"] else -1
     if chosen.get("pointer", True) and 0 <= last < backbone.num_layers:
         # of one kind, since a slot must be visible to all of them
