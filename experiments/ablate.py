@@ -1,7 +1,7 @@
 """One change at a time to the head and its training, on one budget, judged by acceptance as decoded.
 
     python experiments/ablate.py --rollouts train.jsonl --test test.jsonl --work /tmp/ablate --out experiments/results/ablations.json
-    python experiments/ablate.py ... --only base lr_2e-3 pointer_off --seeds 2
+    python experiments/ablate.py ... --only base "pointer: off" --seeds 2
 
 Every variant trains afresh for the same number of steps on the same features of the same rollouts, and is then walked over the
 test rollouts (greedy answers of the backbone to held-out prompts), which gives the tokens per step that the decoder would

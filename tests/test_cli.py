@@ -222,7 +222,7 @@ def test_train_flags_reach_the_head(files):
     command = cli.parse(args)
     config = command.head_config(load.load_backbone(files / "backbone").config)
     assert (config.donors, config.pointer, config.width, config.query_position, config.draft_vocab_size) == ((0, 1), False, 4, "last", 20)
-    assert (command.config.steps, command.config.max_length, command.config.learning_rate) == (2, 64, 2e-2)
+    assert (command.config.steps, command.config.max_length, command.config.optimizer, command.config.learning_rate) == (2, 64, "muon", 2e-2)
     plain = cli.parse(["train", "--rollouts", "r", "--out", "o"]).head_config(load.load_backbone(files / "backbone").config)
     assert plain.input_norms and not config.input_norms
 

@@ -33,9 +33,9 @@ def test_figures_are_those_of_evaluate(compare, backbone, head, tmp_path, monkey
     own = fakes.baseline(backbone, "standalone")
     medusa = fakes.baseline(backbone, "medusa", num_draft=2)
     heads = {"ours": head, "small": own, "parallel": medusa}
-    result = run(compare, backbone, heads, ["ours=mtp", "small=standalone", "parallel=medusa"], tmp_path, repeats=2)
+    result = run(compare, backbone, heads, ["ours=mtp", "copy=prompt_lookup", "small=standalone", "parallel=medusa"], tmp_path, repeats=2)
     assert result == json.loads((tmp_path / "result.json").read_text())
-    wanted = ["ours, M = 2", "ours, M = 3", "small, M = 2", "small, M = 3", "parallel, M = 2"]
+    wanted = ["ours, M = 2", "ours, M = 3", "copy, M = 2", "copy, M = 3", "small, M = 2", "small, M = 3", "parallel, M = 2"]
     assert list(result["methods"]) == wanted  # Medusa has two heads
     for key, drafter, num_draft in (("ours, M = 3", "mtp", 3), ("small, M = 2", "standalone", 2)):
         found, costs = result["methods"][key], result["methods"][key]["costs"]
