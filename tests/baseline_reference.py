@@ -63,6 +63,8 @@ def _input(head, embedded, state):
     params = head.params
     if head.config.kind == "deepseek":
         parts = _norm(head, state, params["hidden_norm"]), _norm(head, embedded, params["embed_norm"])
+    elif head.config.kind == "own_cache":
+        parts = _norm(head, embedded, params["token_norm"]), _norm(head, state, params["hidden_norm"])
     else:
         parts = embedded, state
     return np.concatenate(parts) @ _array(params["pre"]["kernel"])

@@ -6,7 +6,7 @@ x_{p+1} pending, draft step k takes pair p+k-1, with the draft before and the mo
     eagle       x = pre [embed; h]                      h' = features = layer(x)              Li et al. 2024 (EAGLE-1), arXiv 2401.15077
     eagle3      x = h                                   h' = layer(x), features = norm(h')    Li et al. 2025 (EAGLE-3), arXiv 2503.01840
     deepseek    x = pre [norm(h); norm(embed)]          h' = layer(x), features = norm(h')    DeepSeek-V3, arXiv 2412.19437, section 2.2
-    own_cache   the MTP head of head.py, but over K/V made from its own input pre [embed; h] at every true pair
+    own_cache   the MTP head of head.py with norms at its inputs, but over K/V made from its own pre [norm(embed); norm(h)] at every true pair
     medusa      features of step k = h_p + silu(heads_k h_p): no token, no layer              Cai et al. 2024, arXiv 2401.10774
     standalone  a small Llama with its own token table, tied: it reads x_0..x_{p+1} and no h  Leviathan et al. 2023, arXiv 2211.17192
 
@@ -199,6 +199,7 @@ class OwnCacheHead:
             pointer=cfg.pointer_heads > 0,
             pointer_heads=max(cfg.pointer_heads, 1),
             norm_eps=cfg.norm_eps,
+            input_norms=True,
         )
         donor = config_lib.BackboneConfig(
             vocab_size=bb.vocab_size,
@@ -220,8 +221,12 @@ class OwnCacheHead:
         """K and V of true pairs, from what the head's layer makes its queries of: [B, K, T, H]."""
         cfg = self.config
         embedded = backbone_lib.scale_embedding(embedded, self.backbone.embedding_scale)
-        x = layers.matmul(jnp.concatenate([embedded, hidden.astype(embedded.dtype)], axis=-1), params["pre"]["kernel"])
-        n = (layers.unit_rms(x, cfg.norm_eps) * params["layers_0_attn_norm"]["scale"]).astype(x.dtype)
+
+        def norm(name: str, x: Array) -> Array:
+            return (layers.unit_rms(x, cfg.norm_eps) * params[name]["scale"]).astype(x.dtype)
+
+        inputs = [norm("token_norm", embedded), norm("hidden_norm", hidden.astype(embedded.dtype))]
+        n = norm("layers_0_attn_norm", layers.matmul(jnp.concatenate(inputs, axis=-1), params["pre"]["kernel"]))
         keys, values = (layers.matmul(n, params[name]["kernel"]).reshape(*n.shape[:2], -1, cfg.head_dim) for name in ("own_k", "own_v"))
         return layers.rotate(keys, positions, *_rope(self.backbone)).swapaxes(1, 2), values.swapaxes(1, 2)
 
