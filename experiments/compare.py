@@ -1,16 +1,20 @@
-"""Drafters side by side: the same prompts, the same loop, vanilla beside each in the same process.
+"""Drafters side by side: the same prompts, the same loop, one process.
 
     python experiments/compare.py --prompts *_test.jsonl --limit 10 --method ours=mtp copy=prompt_lookup eagle=eagle@runs/eagle \\
         --num-drafts 2 4 8 --repeats 3 --work /tmp/compare --out experiments/results/comparison.json
 
-A method is NAME=DRAFTER or NAME=DRAFTER@HEAD, with HEAD a folder or a shipped name. Each is run with each of --num-drafts (a Medusa with as
-many as it has heads, at most). What is in the result file is not run again, and a run that was stopped goes on where it was. `mtp-jax report`
-makes tables and plots of the file.
+A method is NAME=DRAFTER or NAME=DRAFTER@HEAD, with HEAD a folder or a shipped name; or NAME=DRAFTER@HEAD,TASK:HEAD,.. with a head of their
+own for some tasks. Each is run with each of --num-drafts (a Medusa with as many as it has heads, at most). Every prompt is decoded by vanilla and by
+all of them in turn, in an order drawn anew, before the next prompt is, so that a machine that slows down or warms up hits all alike.
+
+What is in the result file is not run again, and a run that was stopped goes on where it was. `mtp-jax report` makes tables and plots of the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -18,24 +22,26 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+import mtp_jax
 from mtp_jax import config as config_lib
 from mtp_jax import files
 from mtp_jax import prompts as prompts_lib
 from mtp_jax.checkpoints import load
 from mtp_jax.commands import shared
 from mtp_jax.decoding import generate
-from mtp_jax.evaluation import acceptance, roofline
+from mtp_jax.evaluation import acceptance, journal, roofline
 
 STATE_SLOTS = (512, 4096)
 PREFILL_ROUNDS = 5
 SPLIT_PROMPTS = 3  # decoded step by step, for the share of drafting
+VANILLA = "vanilla"
 
 
 @dataclass(frozen=True)
@@ -44,26 +50,49 @@ class Method:
 
     name: str
     drafter: config_lib.DrafterName
-    head: str | None = None  # folder or shipped name
+    heads: dict[str, str] = field(default_factory=dict)  # folder or shipped name, by task; "" is for every other task
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """NAME=DRAFTER[@HEAD].
+        """NAME=DRAFTER[@HEAD[,TASK:HEAD ..]].
 
         Raises:
           ValueError: another form, or no such drafter.
         """
         name, equals, rest = text.partition("=")
-        drafter, _, head = rest.partition("@")
-        if not (name and equals) or drafter not in generate.DRAFTERS:
-            raise ValueError(f"--method {text!r}: must be NAME=DRAFTER or NAME=DRAFTER@HEAD with DRAFTER one of {', '.join(generate.DRAFTERS)}")
-        return cls(name, drafter, head or None)
+        drafter, at, listed = rest.partition("@")
+        heads = {task: head for task, _, head in (item.rpartition(":") for item in listed.split(","))} if at else {}
+        if not (name and equals) or drafter not in generate.DRAFTERS or (heads and "" not in heads) or not all(heads.values()):
+            form = "NAME=DRAFTER or NAME=DRAFTER@HEAD or NAME=DRAFTER@HEAD,TASK:HEAD,.."
+            raise ValueError(f"--method {text!r}: must be {form} with DRAFTER one of {', '.join(generate.DRAFTERS)}")
+        return cls(name, drafter, heads)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with a number of drafts."""
+
+    method: Method
+    heads: dict[str, load.LoadedHead]  # by task, as the method's; none if the drafter needs none
+    config: config_lib.DecodeConfig
+
+    @property
+    def key(self) -> str:
+        return f"{self.method.name}, M = {self.config.num_draft}"
+
+    @property
+    def head(self) -> load.LoadedHead | None:
+        return self.heads.get("")
+
+    def attach(self, vanilla: generate.Runtime) -> dict[str, generate.Runtime]:
+        """Runtimes by task, as `heads`."""
+        return {task: generate.attach(vanilla, head, self.method.drafter) for task, head in (self.heads or {"": None}).items()}
 
 
 def compare(
     backbone: load.LoadedBackbone,
     methods: Sequence[Method],
-    heads: dict[str, load.LoadedHead],
+    heads: dict[str, dict[str, load.LoadedHead]],
     prompts: Sequence[prompts_lib.Prompt],
     config: config_lib.DecodeConfig,
     num_drafts: Sequence[int],
@@ -72,109 +101,160 @@ def compare(
     *,
     repeats: int = 1,
 ) -> dict[str, Any]:
-    """Run all methods that `out` does not hold yet, and write it after each.
+    """Run all methods that `out` does not hold yet, and write it.
 
     Args:
-      heads: by the method's name; those without a head are left out.
+      heads: by the method's name, then by task; methods without a head are left out.
       config: budget and sampling; its num_draft and short_drafts are replaced.
       num_drafts: each M that every method is run with.
       work: folder for journals.
       repeats: runs over all prompts; wall clock is the median of them.
 
     Raises:
-      ValueError: `out` was made with other settings.
+      ValueError: `out` was made with other settings, or a journal with other heads.
     """
+    config = generate.with_stop_tokens(config, backbone)
     settings = {
         "backbone": backbone.name,
         "prompts": {"count": len(prompts), "tasks": sorted({prompt.task for prompt in prompts}), "digest": prompts_lib.digest(prompts)},
         "decode": {name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed")},
         "repeats": repeats,
         "machine": {"processor": processor(), "cores": os.cpu_count(), "platform": jax.devices()[0].platform, "python": platform.python_version()},
-        "jax": jax.__version__,
+        "versions": {"mtp_jax": mtp_jax.__version__, "jax": jax.__version__},
     }
     result = json.loads(out.read_text()) if out.exists() else {"settings": settings, "methods": {}}
     if result["settings"] != settings:
         raise ValueError(f"{out}: was made with other settings; choose another --out")
-    for method in methods:
-        head = heads.get(method.name)
-        for num_draft in num_drafts:
-            key = f"{method.name}, M = {num_draft}"
-            most = getattr(head.config, "num_draft", 0) if head is not None else 0
-            if key in result["methods"] or 0 < most < num_draft:
-                continue
-            result["methods"][key] = _measure(backbone, method, head, prompts, config, num_draft, work, repeats)
-            files.write_json(out, result)
-            values = result["methods"][key]["overall"]
-            shared.say(f"{key}: {values['tokens_per_step']:.2f} tokens per step, {values['speedup']:.2f}x, {values['identical']}/{values['prompts']} identical")
+    todo = [
+        variant
+        for method in methods
+        for num_draft in num_drafts
+        if (variant := _variant(method, heads.get(method.name, {}), config, num_draft)) is not None and variant.key not in result["methods"]
+    ]
+    if not todo:
+        return result
+    ids = [generate.encode_prompt(backbone, prompt.text) for prompt in prompts]
+    generate.check_prompts(ids, backbone.config, config.max_new_tokens)
+    digests = {variant.key: [acceptance.weights_digest(backbone, head) for head in variant.heads.values()] for variant in todo}
+    path = work / f"{hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()[:12]}.jsonl"
+    work.mkdir(parents=True, exist_ok=True)
+    records = journal.begin(path, settings | {"heads": digests})
+    vanilla = generate.make_runtime(backbone)
+    runtimes = {variant.key: variant.attach(vanilla) for variant in todo}
+    _decode_all(vanilla, runtimes, {variant.key: variant.config for variant in todo} | {VANILLA: config}, prompts, ids, repeats, path, records)
+    for variant in todo:
+        values = _summary(variant, _pairs(variant.key, prompts, repeats, records))
+        overall = values["overall"]
+        values["costs"] = _costs(backbone, variant, vanilla, runtimes.pop(variant.key), ids, overall["tokens_per_step"])
+        result["methods"][variant.key] = values
+        files.write_json(out, result)
+        same = f"{overall['identical']}/{overall['prompts']} identical"
+        shared.say(f"{variant.key}: {overall['tokens_per_step']:.2f} tokens per step, {overall['speedup']:.2f}x, {same}")
     return result
 
 
-def _measure(
-    backbone: load.LoadedBackbone,
-    method: Method,
-    head: load.LoadedHead | None,
-    prompts: Sequence[prompts_lib.Prompt],
-    config: config_lib.DecodeConfig,
-    num_draft: int,
-    work: Path,
-    repeats: int,
-) -> dict[str, Any]:
+def _variant(method: Method, heads: dict[str, load.LoadedHead], config: config_lib.DecodeConfig, num_draft: int) -> Variant | None:
+    """None if its heads cannot draft so many."""
+    if any(0 < getattr(head.config, "num_draft", 0) < num_draft for head in heads.values()):
+        return None
     short = tuple(drafts for drafts in config_lib.DRAFT_LENGTHS[method.drafter][1] if drafts < num_draft)
-    config = config_lib.DecodeConfig(**(config_lib.to_dict(config) | {"num_draft": num_draft, "short_drafts": short}))
-    runs = []
-    for repeat in range(repeats):
-        journal = work / f"{''.join(c if c.isalnum() else '_' for c in method.name)}_{num_draft}_{repeat}.jsonl"
-        with shared.progress(f"{method.name}, M = {num_draft}, run {repeat + 1} of {repeats}") as report:
-            runs.append(
-                acceptance.evaluate(
-                    backbone, head, prompts, config, drafter=method.drafter, journal=journal, progress=lambda done, total: report(done, total, "")
-                )
-            )
-    measured = runs[0]
-    for part, others in [(measured["overall"], [run["overall"] for run in runs])] + [
-        (values, [run["tasks"][task] for run in runs]) for task, values in measured["tasks"].items()
-    ]:
-        part["speedups"] = [other["speedup"] for other in others]
-        part["speedup"] = round(statistics.median(part["speedups"]), 4)
-        part["identical"] = min(other["identical"] for other in others)
-        part["passes_per_100_tokens"] = round(100 / part["tokens_per_step"], 2) if part["tokens_per_step"] else None
-        for name in ("vanilla_tokens_per_second", "tokens_per_second"):
-            part.pop(name)  # absolute times of one run mean little
+    return Variant(method, heads, dataclasses.replace(config, num_draft=num_draft, short_drafts=short))
+
+
+def _decode_all(
+    vanilla: generate.Runtime,
+    runtimes: dict[str, dict[str, generate.Runtime]],
+    configs: dict[str, config_lib.DecodeConfig],
+    prompts: Sequence[prompts_lib.Prompt],
+    ids: Sequence[list[int]],
+    repeats: int,
+    path: Path,
+    records: list[dict[str, Any]],
+) -> None:
+    """Decode, for each repeat, every prompt in all ways; what `records` lacks is put in, and in the journal they come from."""
+    done = {(record["repeat"], record["prompt"]) for record in records}
+    warmed: set[tuple[Any, ...]] = set()
+    rounds = [(repeat, i) for repeat in range(repeats) for i in sorted(range(len(ids)), key=lambda i: len(ids[i]))]
+    with shared.progress("compare") as report:
+        for repeat, index in rounds:
+            if (repeat, index) in done:
+                continue
+            results = {}
+            for key in np.random.default_rng((repeat, index)).permutation([VANILLA, *runtimes]).tolist():
+                by_task, config = {"": vanilla} if key == VANILLA else runtimes[key], configs[key]
+                task = prompts[index].task if prompts[index].task in by_task else ""
+                num_draft = 0 if key == VANILLA else config.num_draft
+                shape = (key, task, *acceptance.shape_of([ids[index]], config.max_new_tokens, num_draft))
+                run = generate.run(by_task[task], [ids[index]], config, warm_up=shape not in warmed, row_numbers=[index])
+                warmed.add(shape)
+                results[key] = {"output": dataclasses.asdict(run.outputs[0]), "seconds": run.prefill_seconds + run.decode_seconds}
+            records.append({"repeat": repeat, "prompt": index, "results": results})
+            journal.add(path, records[-1])
+            report(len(records), len(rounds), "")
+
+
+def _pairs(key: str, prompts: Sequence[prompts_lib.Prompt], repeats: int, records: Sequence[dict[str, Any]]) -> list[list[acceptance.Pair]]:
+    """Of each repeat, every prompt beside vanilla's."""
+    found: list[list[acceptance.Pair]] = [[] for _ in range(repeats)]
+    for record in records:
+        plain, fast, index = record["results"][VANILLA], record["results"][key], record["prompt"]
+        outputs = ([generate.Output(**one["output"])] for one in (plain, fast))
+        found[record["repeat"]].append(acceptance.Pair(prompts[index].task, [index], *outputs, plain["seconds"], fast["seconds"]))
+    return found
+
+
+def _summary(variant: Variant, runs: Sequence[Sequence[acceptance.Pair]]) -> dict[str, Any]:
+    """Figures of the first run, wall clock of the median one."""
+
+    def over(task: str | None) -> dict[str, Any]:
+        chosen = [[pair for pair in run if task in (None, pair.task)] for run in runs]
+        every = [acceptance.summary(pairs, variant.config.num_draft) for pairs in chosen]
+        speedups = [one["speedup"] for one in every]
+        values = every[0] | {"speedup": round(statistics.median(speedups), 4), "speedups": speedups, "identical": min(one["identical"] for one in every)}
+        values["passes_per_100_tokens"] = round(100 / values["tokens_per_step"], 2) if values["tokens_per_step"] else None
+        return {name: value for name, value in values.items() if "tokens_per_second" not in name}  # absolute times mean little
+
+    tasks = list(dict.fromkeys(pair.task for pair in runs[0]))
     return {
-        "name": method.name,
-        "drafter": method.drafter,
-        "num_draft": num_draft,
-        "short_drafts": list(short),
-        "overall": measured["overall"],
-        "tasks": measured["tasks"],
-        "costs": _costs(backbone, method, head, prompts, config, measured["overall"]["tokens_per_step"]),
+        "name": variant.method.name,
+        "drafter": variant.method.drafter,
+        "num_draft": variant.config.num_draft,
+        "short_drafts": list(variant.config.short_drafts),
+        "heads": {task or "every other task": trained_how(head) for task, head in variant.heads.items()},
+        "overall": over(None),
+        "tasks": {task: over(task) for task in tasks},
     }
+
+
+def trained_how(head: load.LoadedHead) -> dict[str, Any]:
+    """What a head's card says of its training, in a few words."""
+    config = head.card.get("train_config", {})
+    named = {name: config[name] for name in ("optimizer", "learning_rate", "steps", "batch_size", "rows_per_sequence", "seed") if name in config}
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(head.params))
+    return {"name": head.name, "parameters": parameters, "draft_vocabulary": len(head.draft_ids)} | ({"training": named} if named else {})
 
 
 def _costs(
     backbone: load.LoadedBackbone,
-    method: Method,
-    head: load.LoadedHead | None,
-    prompts: Sequence[prompts_lib.Prompt],
-    config: config_lib.DecodeConfig,
+    variant: Variant,
+    vanilla: generate.Runtime,
+    by_task: dict[str, generate.Runtime],
+    ids: Sequence[list[int]],
     tokens_per_step: float,
 ) -> dict[str, Any]:
-    vanilla = generate.make_runtime(backbone)
-    drafted = generate.attach(vanilla, head, method.drafter)
-    assert drafted.drafter is not None
-    config = generate.with_stop_tokens(config, backbone)
-    ids = sorted((generate.encode_prompt(backbone, prompt.text) for prompt in prompts), key=len)
+    """Bytes of all heads; everything else is that of the head for most tasks."""
+    drafted, config = by_task[""], variant.config
+    ids = sorted(ids, key=len)
     typical = ids[len(ids) // 2]
     split = [generate.run(drafted, [tokens], config, split_times=True, warm_up=True) for tokens in ids[len(ids) // 2 :][:SPLIT_PROMPTS]]
     draft, whole = sum(run.draft_seconds or 0.0 for run in split), sum(run.decode_seconds for run in split)
-    states = {str(slots): state_bytes(drafted, slots) for slots in STATE_SLOTS}
     return {
-        "parameter_bytes": drafted.drafter_bytes()["parameters"],
-        "state_bytes": states,
+        "parameter_bytes": sum(runtime.drafter_bytes()["parameters"] for runtime in by_task.values()),
+        "state_bytes": {str(slots): state_bytes(drafted, slots) for slots in STATE_SLOTS},
         "draft_share": round(draft / whole, 4) if whole else 0.0,
         "prefill_added_ms": round(prefill_added(vanilla, drafted, typical, config), 3),
         "prefill_tokens": len(typical),
-        "bytes_per_token": round(bytes_per_step(backbone, method, head, config) / tokens_per_step) if tokens_per_step else None,
+        "bytes_per_token": round(bytes_per_step(backbone, variant) / tokens_per_step) if tokens_per_step else None,
     }
 
 
@@ -202,8 +282,9 @@ def prefill_added(vanilla: generate.Runtime, drafted: generate.Runtime, prompt: 
     return statistics.median(differences)
 
 
-def bytes_per_step(backbone: load.LoadedBackbone, method: Method, head: load.LoadedHead | None, config: config_lib.DecodeConfig, num_slots: int = 512) -> int:
+def bytes_per_step(backbone: load.LoadedBackbone, variant: Variant, num_slots: int = 512) -> int:
     """Bytes that one step reads at least, at 512 slots: a verify pass, and M draft steps if the drafter runs one after the other."""
+    method, head, config = variant.method, variant.head, variant.config
     size = np.dtype(backbone.config.dtype).itemsize
     work = roofline.backbone_work(backbone.params, backbone.config, batch=1, width=config.num_draft + 1, num_slots=num_slots)
     read = work.elements
@@ -233,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help='JSON lines with "prompt" and perhaps "task"')
     parser.add_argument("--limit", type=int, default=10, help="prompts of each task, drawn by --seed")
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer prompts are not drawn")
-    parser.add_argument("--method", nargs="+", required=True, metavar="NAME=DRAFTER[@HEAD]")
+    parser.add_argument("--method", nargs="+", required=True, metavar="NAME=DRAFTER[@HEAD[,TASK:HEAD..]]")
     parser.add_argument("--num-drafts", type=int, nargs="+", default=[4])
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -249,10 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         heads = {}
         for method in methods:
             if method.drafter not in config_lib.HEADLESS:
-                heads[method.name] = load.load_head(method.head or shared.head_name(args.backbone, "auto") or "", backbone)
+                named = method.heads or {"": shared.head_name(args.backbone, "auto") or ""}
+                heads[method.name] = {task: load.load_head(head, backbone) for task, head in named.items()}
         prompts = draw(backbone, prompts_lib.read(args.prompts), args.limit, args.max_prompt_tokens, args.seed)
         config = config_lib.DecodeConfig(max_new_tokens=args.max_new_tokens, temperature=args.temperature, accept=args.accept, seed=args.seed)
-        args.work.mkdir(parents=True, exist_ok=True)
         compare(backbone, methods, heads, prompts, config, args.num_drafts, args.out, args.work, repeats=args.repeats)
     except (ValueError, OSError) as error:  # every error of the package about what it was given is one
         print(f"compare: {error}", file=sys.stderr)

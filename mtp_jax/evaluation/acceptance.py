@@ -137,7 +137,7 @@ def side_by_side(
 
     def once(runtime: generate_lib.Runtime) -> generate_lib.DecodeResult:
         num_draft = config.num_draft if runtime.drafter is not None else 0
-        shape = _shape(rows, config.max_new_tokens, num_draft)
+        shape = shape_of(rows, config.max_new_tokens, num_draft)
         result = generate_lib.run(runtime, rows, config, warm_up=shape not in warmed, row_numbers=row_numbers)
         warmed.add(shape)
         return result
@@ -234,7 +234,7 @@ def groups(prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], batch_size: 
     return sorted(groups, key=lambda group: len(ids[group[-1]]))
 
 
-def _shape(rows: Sequence[Sequence[int]], max_new_tokens: int, num_draft: int) -> tuple[int, ...]:
+def shape_of(rows: Sequence[Sequence[int]], max_new_tokens: int, num_draft: int) -> tuple[int, ...]:
     """What `generate.run` compiles anew for: prompt width, cache slots, rows, and the drafted tokens (0 is vanilla)."""
     longest = max(len(row) for row in rows)
     width = generate_lib.round_up(longest, generate_lib.PROMPT_BUCKET)

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 import fakes
-import jax
 import pytest
 
 from mtp_jax import config as config_lib
 from mtp_jax import prompts as prompts_lib
+from mtp_jax.decoding import generate
 from mtp_jax.evaluation import acceptance, report
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
@@ -30,36 +30,61 @@ def run(compare, backbone, heads, methods, out, **options):
 
 
 def test_figures_are_those_of_evaluate(compare, backbone, head, tmp_path, monkeypatch):
-    own = fakes.baseline(backbone, "standalone")
+    small, smaller = fakes.baseline(backbone, "standalone"), fakes.baseline(backbone, "standalone", seed=2)
     medusa = fakes.baseline(backbone, "medusa", num_draft=2)
-    heads = {"ours": head, "small": own, "parallel": medusa}
-    result = run(compare, backbone, heads, ["ours=mtp", "copy=prompt_lookup", "small=standalone", "parallel=medusa"], tmp_path, repeats=2)
+    heads = {"ours": {"": head}, "small": {"": small, "two": smaller}, "parallel": {"": medusa}}
+    methods = ["ours=mtp", "copy=prompt_lookup", "small=standalone", "parallel=medusa"]
+    decode, decoded = generate.run, []
+
+    def stopped(runtime, rows, *arguments, **options):
+        decoded.append(rows[0])
+        if len(decoded) == 20:
+            raise KeyboardInterrupt
+        return decode(runtime, rows, *arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(generate, "run", stopped)
+        run(compare, backbone, heads, methods, tmp_path, repeats=2)
+    decoded.append(None)  # goes on with the third prompt, as eight runs are one prompt's: vanilla, and each method with 2 and 3 drafts, Medusa with 2
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "run", stopped)
+        result = run(compare, backbone, heads, methods, tmp_path, repeats=2)
+    after = decoded[decoded.index(None) + 1 :]
+    assert len(after) == (2 * len(PROMPTS) - 2) * 8 + 7 * compare.SPLIT_PROMPTS - 7  # prompts from the median on are split: two
     assert result == json.loads((tmp_path / "result.json").read_text())
     wanted = ["ours, M = 2", "ours, M = 3", "copy, M = 2", "copy, M = 3", "small, M = 2", "small, M = 3", "parallel, M = 2"]
     assert list(result["methods"]) == wanted  # Medusa has two heads
-    for key, drafter, num_draft in (("ours, M = 3", "mtp", 3), ("small, M = 2", "standalone", 2)):
+    one, two = ([prompt for prompt in PROMPTS if prompt.task == task] for task in ("one", "two"))
+    for key, task, chosen, drafter, trained, num_draft in (
+        ("ours, M = 3", None, PROMPTS, "mtp", head, 3),
+        ("ours, M = 3", "two", two, "mtp", head, 3),
+        ("small, M = 2", "one", one, "standalone", small, 2),
+        ("small, M = 2", "two", two, "standalone", smaller, 2),
+    ):
         found, costs = result["methods"][key], result["methods"][key]["costs"]
+        values = found["overall"] if task is None else found["tasks"][task]
         config = config_lib.DecodeConfig(max_new_tokens=20, stop_tokens=(16,), num_draft=num_draft)
-        alone = acceptance.evaluate(backbone, heads[found["name"]], PROMPTS, config, drafter=drafter)
+        alone = acceptance.evaluate(backbone, trained, chosen, config, drafter=drafter)
         for name in ("tokens_per_step", "accept_unconditional", "prompts", "identical", "steps"):
-            assert found["overall"][name] == alone["overall"][name]
-            assert found["tasks"]["two"][name] == alone["tasks"]["two"][name]
-        assert found["overall"]["identical"] == 4 and len(found["overall"]["speedups"]) == 2
-        assert costs["parameter_bytes"] == alone["drafter_bytes"]["parameters"] and 0 < costs["draft_share"] < 1
-    kv = sum(leaf.size for leaf in jax.tree.leaves(own.params)) > 0 and 2 * 2 * 3 * 10 * 4  # two layers, K and V, three heads of ten, four bytes a slot
+            assert values[name] == alone["overall"][name], (key, task, name)
+        assert values["identical"] == len(chosen) and len(values["speedups"]) == 2 and 0 < costs["draft_share"] < 1
+        assert costs["parameter_bytes"] == alone["drafter_bytes"]["parameters"] * (2 if drafter == "standalone" else 1)
+    kv = 2 * 2 * 3 * 10 * 4  # two layers, K and V, three heads of ten, four bytes a slot
     assert result["methods"]["small, M = 2"]["costs"]["state_bytes"] == {"512": 512 * kv, "4096": 4096 * kv}
     assert result["methods"]["ours, M = 2"]["costs"]["state_bytes"] == {"512": 0, "4096": 0}
     report.comparison(result, "result.json")  # has all it needs
 
-    monkeypatch.setattr(acceptance, "evaluate", None)  # nothing is run again
+    monkeypatch.setattr(generate, "run", None)  # nothing is run again
     assert run(compare, backbone, heads, ["ours=mtp"], tmp_path, repeats=2) == result
     with pytest.raises(ValueError, match="made with other settings"):
         run(compare, backbone, heads, ["ours=mtp"], tmp_path, repeats=3)
 
 
 def test_a_method_that_is_none(compare):
-    assert compare.Method.parse("a=eagle@runs/x") == compare.Method("a", "eagle", "runs/x")
-    for text in ("mtp", "=mtp", "a=ngram", "a=@x"):
+    assert compare.Method.parse("a=jacobi") == compare.Method("a", "jacobi", {})
+    assert compare.Method.parse("a=eagle@runs/x") == compare.Method("a", "eagle", {"": "runs/x"})
+    assert compare.Method.parse("a=eagle@x,b:y") == compare.Method("a", "eagle", {"": "x", "b": "y"})
+    for text in ("mtp", "=mtp", "a=ngram", "a=@x", "a=eagle@", "a=eagle@b:y", "a=eagle@x,"):
         with pytest.raises(ValueError, match="must be NAME=DRAFTER"):
             compare.Method.parse(text)
 
