@@ -87,24 +87,12 @@ def transformers() -> str:
     return table(["method", "tokens/s", f"against {result['settings']['speedup_against']}", "identical to our vanilla"], rows)
 
 
-def fastest() -> dict:
-    """The comparison's result with each method at the number of drafts that was fastest for it."""
-    result = load("comparison.json")
-    best: dict[str, str] = {}
-    for key, values in result["methods"].items():
-        held = best.get(values["name"])
-        if held is None or values["overall"]["speedup"] > result["methods"][held]["overall"]["speedup"]:
-            best[values["name"]] = key
-    chosen = sorted(best.values(), key=lambda key: -result["methods"][key]["overall"]["speedup"])
-    return result | {"methods": {key: result["methods"][key] for key in chosen}}
-
-
 def comparison() -> str:
-    return report.comparison(fastest(), "comparison.json").markdown()
+    return report.comparison(report.fastest(load("comparison.json"), "comparison.json"), "comparison.json").markdown()
 
 
 def comparison_tasks() -> str:
-    return report.by_task(fastest(), "comparison.json").markdown()
+    return report.by_task(report.fastest(load("comparison.json"), "comparison.json"), "comparison.json").markdown()
 
 
 def ablations() -> str:

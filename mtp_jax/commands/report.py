@@ -14,10 +14,10 @@ from mtp_jax.commands import shared
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Make report.md, report.html and their plots from the result file of experiments/compare.py. Needs matplotlib: pip install 'mtp-jax[report]'."""
+    """Make report.md, report.html and their plots from result files of experiments/compare.py. Needs matplotlib: pip install 'mtp-jax[report]'."""
 
-    results: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """Result file."""
+    results: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    """Result files, each a part of the page."""
     out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
     """Folder for the report; made if it is not there."""
     json: shared.Switch = False
@@ -31,10 +31,14 @@ class Report:
         """Returns the files written."""
         from mtp_jax.evaluation import report
 
-        try:
-            result = json.loads(self.results.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise report.ReportError(f"{self.results}: not JSON: {error}") from None
-        written = report.write(result, self.out, str(self.results))
+        if not self.results:
+            raise shared.UsageError("give at least one result file")
+        results = {}
+        for path in self.results:
+            try:
+                results[str(path)] = json.loads(path.read_text(encoding="utf-8"))
+            except json.JSONDecodeError as error:
+                raise report.ReportError(f"{path}: not JSON: {error}") from None
+        written = report.write(results, self.out)
         shared.say(f"{len(written)} files in {self.out}")
         return {"files": [str(path) for path in written]}

@@ -1,8 +1,10 @@
-"""A comparison's result file as one page of tables and plots, in Markdown and HTML.
+"""Result files of a comparison as one page of tables and plots, in Markdown and HTML.
 
-The file is what experiments/compare.py writes. Both pages have the same numbers, and the best of each column is set in bold, whoever's it is.
+The files are what experiments/compare.py writes; each is a part of the page. Both pages have the same numbers, and the best of each column is set in
+bold, whoever's it is. A method that was run with several numbers of drafts has all of them in the last table of its part, and stands elsewhere with
+the one that was fastest.
 
-The last table is arithmetic, not measurement: what a standalone drafter costs in memory beside a backbone of three to four billion parameters,
+The table at the end is arithmetic, not measurement: what a standalone drafter costs in memory beside a backbone of three to four billion parameters,
 on the assumptions that stand above it. It is there because "130 MB saved" has been reported for such a pair, without its parts.
 """
 
@@ -67,7 +69,36 @@ def _best(rows: Sequence[Sequence[float | None]], better: Sequence[Callable[[Any
     return frozenset(found)
 
 
-def comparison(result: dict[str, Any], where: str) -> Table:
+def fastest(result: dict[str, Any], where: str) -> dict[str, Any]:
+    """The result with each method at the number of drafts that was fastest for it, the fastest method first."""
+
+    def speed(key: str) -> float:
+        return _get(result, "methods", key, "overall", "speedup", where=where)
+
+    best: dict[str, str] = {}
+    for key in sorted(_get(result, "methods", where=where), key=speed, reverse=True):
+        best.setdefault(_get(result, "methods", key, "name", where=where), key)
+    return result | {"methods": {key: result["methods"][key] for key in best.values()}}
+
+
+def training(result: dict[str, Any], where: str) -> Table:
+    """One line a head: its size, and how it was trained as far as its card says."""
+    columns = ["optimizer", "learning_rate", "steps", "batch_size", "rows_per_sequence", "seed"]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for key, method in _get(result, "methods", where=where).items():
+        for task, head in _get(method, "heads", where=f"{where}: {key}").items():
+            parameters, how = _get(head, "parameters", where=f"{where}: {key}: heads"), head.get("training", {})
+            rows[method["name"], task] = [
+                method["name"],
+                task,
+                f"{parameters / 1e6:.2f} M",
+                f"{head['draft_vocabulary']:,}",
+                *(str(how.get(c, "")) for c in columns),
+            ]
+    return Table("Heads", ["method", "for", "parameters", "draft vocabulary", *columns], list(rows.values()))
+
+
+def comparison(result: dict[str, Any], where: str, title: str = "Methods") -> Table:
     """One line a method: speed, and what it costs.
 
     Raises:
@@ -92,7 +123,7 @@ def comparison(result: dict[str, Any], where: str) -> Table:
         shown = ["" if n is None else format(n * factor, form) for n, (_, _, factor, form, _) in zip(numbers, columns, strict=True)]
         rows.append([name, *shown, f"{same[0]} / {same[1]}"])
     best = _best(values, [better for *_, better in columns])
-    return Table("Methods", ["method", *(column[0] for column in columns), "identical to vanilla"], rows, best)
+    return Table(title, ["method", *(column[0] for column in columns), "identical to vanilla"], rows, best)
 
 
 def by_task(result: dict[str, Any], where: str, field: str = "tokens_per_step", title: str = "Tokens per step by task") -> Table:
@@ -133,7 +164,7 @@ def published_shape() -> Table:
     return Table("Memory of a standalone drafter of 128 million parameters", header, rows)
 
 
-def plots(result: dict[str, Any]) -> dict[str, bytes]:
+def plots(result: dict[str, Any], where: str) -> dict[str, bytes]:
     """SVG files by name.
 
     Raises:
@@ -147,92 +178,106 @@ def plots(result: dict[str, Any]) -> dict[str, bytes]:
     matplotlib.rcParams["svg.hashsalt"] = "mtp-jax"  # the same file from the same numbers
     from matplotlib import pyplot
 
-    methods, found = result["methods"], {}
+    methods, found = fastest(result, where)["methods"], {}
+    colours = {method["name"]: pyplot.colormaps["tab20"](number % 20) for number, method in enumerate(methods.values())}
 
-    def save(name: str, figure: Any) -> None:
+    def save(name: str, figure: Any, axes: Any) -> None:
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
         pyplot.close(figure)
         found[name] = buffer.getvalue()
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for name, method in methods.items():
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for key, method in methods.items():
         shares = method["overall"]["accept_unconditional"]
-        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=key, color=colours[method["name"]])
     axes.set(xlabel="position of the draft", ylabel="share of steps in which it was kept", ylim=(0, 1))
-    axes.legend(fontsize="small")
-    save("acceptance", figure)
+    save("acceptance", figure, axes)
 
     tasks = list(dict.fromkeys(task for method in methods.values() for task in method["tasks"]))
-    figure, axes = pyplot.subplots(figsize=(max(7, 1.2 * len(tasks)), 4), layout="constrained")
-    for number, (name, method) in enumerate(methods.items()):
+    figure, axes = pyplot.subplots(figsize=(4 + 1.2 * len(tasks), 4.5), layout="constrained")
+    for number, (key, method) in enumerate(methods.items()):
         places = [index + (number - len(methods) / 2) * 0.8 / len(methods) for index in range(len(tasks))]
-        axes.bar(places, [method["tasks"].get(task, {}).get("tokens_per_step", 0) for task in tasks], width=0.8 / len(methods), align="edge", label=name)
+        heights = [method["tasks"].get(task, {}).get("tokens_per_step", 0) for task in tasks]
+        axes.bar(places, heights, width=0.8 / len(methods), align="edge", label=key, color=colours[method["name"]])
     axes.set_xticks(range(len(tasks)), tasks, rotation=20)
     axes.set_ylabel("tokens per step")
-    axes.legend(fontsize="small")
-    save("tasks", figure)
+    save("tasks", figure, axes)
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for name in dict.fromkeys(method["name"] for method in methods.values()):
-        points = sorted((m["num_draft"], m["overall"]["speedup"]) for m in methods.values() if m["name"] == name)
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for name, colour in colours.items():
+        points = sorted((m["num_draft"], m["overall"]["speedup"]) for m in result["methods"].values() if m["name"] == name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name, color=colour)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(xlabel="num_draft", ylabel="wall clock against vanilla")
-    axes.legend(fontsize="small")
-    save("speedup", figure)
+    save("speedup", figure, axes)
 
-    figure, axes = pyplot.subplots(figsize=(7, 0.35 * len(methods) + 1.2), layout="constrained")
-    names = list(methods)
+    figure, axes = pyplot.subplots(figsize=(9, 0.35 * len(methods) + 1.2), layout="constrained")
+    names = [method["name"] for method in methods.values()]
     parameters = [method["costs"]["parameter_bytes"] / MEBI for method in methods.values()]
     axes.barh(names, parameters, label="parameters")
     axes.barh(names, [method["costs"]["state_bytes"]["4096"] / MEBI for method in methods.values()], left=parameters, label="state at 4,096 slots")
     axes.set_xlabel("MiB beside the backbone")
-    axes.legend(fontsize="small")
-    save("memory", figure)
+    save("memory", figure, axes)
     return found
 
 
 CAPTIONS = {"acceptance": "Drafts kept by position", "tasks": "Tokens per step by task", "speedup": "Wall clock by number of drafts", "memory": "Memory"}
 
 
-def write(result: dict[str, Any], out: Path, where: str) -> list[Path]:
+def write(results: dict[str, dict[str, Any]], out: Path) -> list[Path]:
     """report.md with its plots beside it, and report.html with everything inside.
 
     Args:
-      result: of experiments/compare.py.
-      where: names the result in errors.
+      results: of experiments/compare.py, by what names them in errors and, in front, the plots' files.
 
     Raises:
-      ReportError: something is missing in the result, or matplotlib is.
+      ReportError: something is missing in a result, or matplotlib is; or two results have files of one name.
     """
-    settings = _get(result, "settings", where=where)
-    tables = [
-        comparison(result, where),
-        by_task(result, where),
-        by_task(result, where, "speedup", "Wall clock against vanilla by task"),
-        by_position(result, where),
-    ]
-    images = plots(result)
+    stems = [Path(where).stem for where in results]
+    if len(set(stems)) < len(stems):
+        twice = next(stem for stem in stems if stems.count(stem) > 1)
+        raise ReportError(f"{twice}: the name of two result files, and plots are named after them; rename one")
+    parts = [_part(result, where) for where, result in results.items()]
     out.mkdir(parents=True, exist_ok=True)
-    about = [f"{name}: {_shown(value)}" for name, value in settings.items()]
-    text = "# Drafters compared\n\n" + "\n".join(f"* {line}" for line in about) + "\n\nBold: the best of a column.\n"
-    page = "<h1>Drafters compared</h1><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in about) + "</ul><p>Bold: the best of a column.</p>"
-    for table in tables:
-        text += f"\n## {table.title}\n\n{table.markdown()}\n"
-        page += f"<h2>{html.escape(table.title)}</h2>{table.html()}"
-    for name, data in images.items():
-        files.write_text(out / f"{name}.svg", data.decode())
-        text += f"\n## {CAPTIONS[name]}\n\n![{CAPTIONS[name]}]({name}.svg)\n"
-        page += f'<h2>{CAPTIONS[name]}</h2><img alt="{CAPTIONS[name]}" src="data:image/svg+xml;base64,{base64.b64encode(data).decode()}">'
+    text, page, written = "# Drafters compared\n\nBold: the best of a column.\n", "<h1>Drafters compared</h1><p>Bold: the best of a column.</p>", []
+    for stem, (title, about, tables, images) in zip(stems, parts, strict=True):
+        text += f"\n## {title}\n\n" + "\n".join(f"* {line}" for line in about) + "\n"
+        page += f"<h2>{html.escape(title)}</h2><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in about) + "</ul>"
+        for table in tables:
+            text += f"\n### {table.title}\n\n{table.markdown()}\n"
+            page += f"<h3>{html.escape(table.title)}</h3>{table.html()}"
+        for name, data in images.items():
+            written.append(out / f"{stem}_{name}.svg")
+            files.write_text(written[-1], data.decode())
+            text += f"\n### {CAPTIONS[name]}\n\n![{CAPTIONS[name]}]({written[-1].name})\n"
+            page += f'<h3>{CAPTIONS[name]}</h3><img alt="{CAPTIONS[name]}" src="data:image/svg+xml;base64,{base64.b64encode(data).decode()}">'
     shape = published_shape()
     text += f"\n## {shape.title}\n\n{PUBLISHED}\n\n{shape.markdown()}\n"
     page += f"<h2>{html.escape(shape.title)}</h2><p>{html.escape(PUBLISHED)}</p>{shape.html()}"
-    table_style = "table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:.2rem .5rem}"
+    table_style = "table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:.2rem .5rem}img{max-width:100%}"
     style = f"<style>body{{font-family:sans-serif;max-width:75rem;margin:2rem auto}}{table_style}</style>"
     files.write_text(out / "report.md", text)
     files.write_text(out / "report.html", f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Drafters compared</title>{style}{page}</html>\n')
-    return [out / "report.md", out / "report.html", *(out / f"{name}.svg" for name in images)]
+    return [out / "report.md", out / "report.html", *written]
+
+
+def _part(result: dict[str, Any], where: str) -> tuple[str, list[str], list[Table], dict[str, bytes]]:
+    """Title, what it was run with, tables and plots of one result."""
+    settings = _get(result, "settings", where=where)
+    temperature = _get(settings, "decode", "temperature", where=f"{where}: settings")
+    best = fastest(result, where)
+    tables = [
+        comparison(best, where),
+        by_task(best, where),
+        by_task(best, where, "speedup", "Wall clock against vanilla by task"),
+        by_position(best, where),
+        training(result, where),
+        comparison(result, where, "Every number of drafts"),
+    ]
+    title = f"Temperature {temperature:g}" if temperature else "Greedy"
+    return title, [f"{name}: {_shown(value)}" for name, value in settings.items()], tables, plots(result, where)
 
 
 def _shown(value: Any) -> str:

@@ -23,11 +23,12 @@ def method(name, num_draft, tokens_per_step, speedup, parameters, state, identic
     costs = {"parameter_bytes": parameters, "state_bytes": {"512": state, "4096": 8 * state}, "draft_share": 0.125, "prefill_added_ms": 3.25}
     tasks = {"copying": dict(overall), "chat": overall | {"tokens_per_step": 1.5}}
     costs["bytes_per_token"] = 300 * report.MEBI
-    return {"name": name, "drafter": "mtp", "num_draft": num_draft, "overall": overall, "tasks": tasks, "costs": costs}
+    head = {"name": "h", "parameters": 1_230_000, "draft_vocabulary": 4096, "training": {"optimizer": "muon", "learning_rate": 0.02, "steps": 77}}
+    return {"name": name, "drafter": "mtp", "num_draft": num_draft, "heads": {"every other task": head}, "overall": overall, "tasks": tasks, "costs": costs}
 
 
 RESULT = {
-    "settings": {"backbone": "tiny", "prompts": {"count": 4, "tasks": ["copying", "chat"]}, "repeats": 3},
+    "settings": {"backbone": "tiny", "prompts": {"count": 4, "tasks": ["copying", "chat"]}, "decode": {"temperature": 0.0}, "repeats": 3},
     "methods": {
         "ours, M = 2": method("ours", 2, 2.41, 1.43, 10 * report.MEBI, 0),
         "ours, M = 4": method("ours", 4, 2.73, 1.31, 10 * report.MEBI, 0),
@@ -57,6 +58,12 @@ def test_tables_by_task_and_by_position():
     ]
 
 
+def test_each_method_at_its_fastest_the_fastest_first():
+    assert list(report.fastest(RESULT, "r.json")["methods"]) == ["other <b>, M = 2", "ours, M = 2"]
+    assert report.training(RESULT, "r.json").rows[0] == ["ours", "every other task", "1.23 M", "4,096", "muon", "0.02", "77", "", "", ""]
+    assert [row[0] for row in report.training(RESULT, "r.json").rows] == ["ours", "other <b>"]
+
+
 def test_memory_of_the_published_shape():
     """128 million numbers: 61 MiB in four bits, 244 in sixteen; the table is 65,536 x 768; the cache 12 x 2 x 4 x 64 numbers of two bytes a slot."""
     rows = report.published_shape().rows
@@ -66,16 +73,22 @@ def test_memory_of_the_published_shape():
 
 def test_both_pages_have_all_numbers(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the plots need the extra 'report'")
+    sampled = copy.deepcopy(RESULT)
+    sampled["settings"]["decode"]["temperature"] = 0.5
+    sampled["methods"]["ours, M = 2"]["overall"]["speedup"] = 1.07
     (tmp_path / "r.json").write_text(json.dumps(RESULT))
-    assert cli.main(["report", str(tmp_path / "r.json"), "--out", str(tmp_path / "page"), "--json"]) == 0
+    (tmp_path / "s.json").write_text(json.dumps(sampled))
+    assert cli.main(["report", str(tmp_path / "r.json"), str(tmp_path / "s.json"), "--out", str(tmp_path / "page"), "--json"]) == 0
     written = json.loads(capsys.readouterr().out.splitlines()[-1])["files"]
     assert sorted(path.name for path in (tmp_path / "page").iterdir()) == sorted(path.rpartition("/")[2] for path in written)
     markdown, page = ((tmp_path / "page" / name).read_text() for name in ("report.md", "report.html"))
-    for number in ("2.41", "2.73", "1.62", "48.3", "0.37", "3 / 4"):
+    for number in ("2.41", "2.73", "1.62", "48.3", "0.37", "3 / 4", "1.07", "Greedy", "Temperature 0.5"):
         assert number in markdown and number in page
     assert "other <b>, M" not in page and "other &lt;b&gt;, M" in page
     assert "src=" in page and re.search(r'src="(?!data:)', page) is None  # nothing beside the file is needed
-    for name in re.findall(r"\]\((\S+)\)", markdown):
+    images = re.findall(r"\]\((\S+)\)", markdown)
+    assert len(set(images)) == 8
+    for name in images:
         assert (tmp_path / "page" / name).read_text().lstrip().startswith("<?xml")
 
 
@@ -90,6 +103,12 @@ def test_a_missing_field_is_named(path, tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "r.json"), "--out", str(tmp_path / "page")]) == 1
     said = capsys.readouterr().err
     assert path[-1] in said and "r.json" in said and said.count("\n") == 1
+    assert not (tmp_path / "page").exists()
+
+
+def test_two_results_of_one_name_are_refused(tmp_path):
+    with pytest.raises(report.ReportError, match="^r: the name of two result files"):
+        report.write({"a/r.json": RESULT, "b/r.json": RESULT}, tmp_path / "page")
     assert not (tmp_path / "page").exists()
 
 
