@@ -119,8 +119,7 @@ def compare(
         "prompts": {"count": len(prompts), "tasks": sorted({prompt.task for prompt in prompts}), "digest": prompts_lib.digest(prompts)},
         "decode": {name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed")},
         "repeats": repeats,
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "platform": jax.devices()[0].platform, "python": platform.python_version()},
-        "versions": {"mtp_jax": mtp_jax.__version__, "jax": jax.__version__},
+        **where_it_ran(),
     }
     result = json.loads(out.read_text()) if out.exists() else {"settings": settings, "methods": {}}
     if result["settings"] != settings:
@@ -295,6 +294,15 @@ def bytes_per_step(backbone: load.LoadedBackbone, variant: Variant, num_slots: i
         share = (config.exit_layer or backbone.config.num_layers // 2) / backbone.config.num_layers
         read += config.num_draft * round(share * (work.layers + work.cache) + work.unembedding)
     return read * size
+
+
+def where_it_ran() -> dict[str, Any]:
+    """Machine and versions, for a result's settings."""
+    device = jax.devices()[0]
+    return {
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "platform": device.platform, "device": device.device_kind},
+        "versions": {"mtp_jax": mtp_jax.__version__, "jax": jax.__version__, "python": platform.python_version()},
+    }
 
 
 def processor() -> str:

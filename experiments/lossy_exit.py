@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -31,9 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import compare
-import jax
 
-import mtp_jax
 from mtp_jax import config as config_lib
 from mtp_jax import files
 from mtp_jax import prompts as prompts_lib
@@ -72,7 +68,6 @@ def measure(
     num_layers = backbone.config.num_layers
     exits, thresholds = lossy_exit.check_exits(exits, num_layers), [lossy_exit.check_threshold(threshold) for threshold in thresholds]
     config = generate.with_stop_tokens(config, backbone)
-    device = jax.devices()[0]
     settings = {
         "mode": NOTE,
         "backbone": backbone.name,
@@ -84,8 +79,7 @@ def measure(
         "max_new_tokens": config.max_new_tokens,
         "dtype": backbone.config.dtype,
         "rounds": rounds,
-        "machine": {"processor": compare.processor(), "cores": os.cpu_count(), "platform": device.platform, "device": device.device_kind},
-        "versions": {"mtp_jax": mtp_jax.__version__, "jax": jax.__version__, "python": platform.python_version()},
+        **compare.where_it_ran(),
     }
     path = journal.beside(out)
     records = journal.begin(path, settings)
