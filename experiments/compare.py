@@ -137,7 +137,9 @@ def compare(
     digests = {variant.key: [acceptance.weights_digest(backbone, head) for head in variant.heads.values()] for variant in todo}
     path = work / f"{hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()[:12]}.jsonl"
     work.mkdir(parents=True, exist_ok=True)
-    records = journal.begin(path, settings | {"heads": digests})
+    # not the repeats: those that are done serve a run with fewer or more of them, too
+    records = journal.begin(path, {name: value for name, value in settings.items() if name != "repeats"} | {"heads": digests})
+    records = [record for record in records if record["repeat"] < repeats]
     vanilla = generate.make_runtime(backbone)
     runtimes = {variant.key: variant.attach(vanilla) for variant in todo}
     _decode_all(vanilla, runtimes, {variant.key: variant.config for variant in todo} | {VANILLA: config}, prompts, ids, repeats, path, records)

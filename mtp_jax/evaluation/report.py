@@ -277,6 +277,7 @@ def _part(result: dict[str, Any], where: str) -> tuple[str, list[str], list[Tabl
         comparison(result, where, "Every number of drafts"),
     ]
     title = f"Temperature {temperature:g}" if temperature else "Greedy"
+    title += f", {_get(settings, 'prompts', 'count', where=f'{where}: settings')} prompts"
     return title, [f"{name}: {_shown(value)}" for name, value in settings.items()], tables, plots(result, where)
 
 

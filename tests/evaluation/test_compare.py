@@ -78,6 +78,11 @@ def test_figures_are_those_of_evaluate(compare, backbone, head, tmp_path, monkey
     assert run(compare, backbone, heads, ["ours=mtp"], tmp_path, repeats=2) == result
     with pytest.raises(ValueError, match="made with other settings"):
         run(compare, backbone, heads, ["ours=mtp"], tmp_path, repeats=3)
+    monkeypatch.undo()
+    (tmp_path / "result.json").unlink()
+    monkeypatch.setattr(compare, "_decode_all", lambda *arguments: None)  # the first repeat is in the journal
+    once = run(compare, backbone, heads, methods, tmp_path, repeats=1)["methods"]["copy, M = 3"]["overall"]
+    assert once["speedups"] == result["methods"]["copy, M = 3"]["overall"]["speedups"][:1] and once["prompts"] == 4
 
 
 def test_a_method_that_is_none(compare):
