@@ -120,8 +120,10 @@ def main() -> int:
         if not pattern.search(new):
             print(f"README.md: no place for table {name}", file=sys.stderr)
             return 1
-        content = make()
+        content, before = make(), new
         new = pattern.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", new)
+        if "--check" in sys.argv[1:] and new != before:
+            print(f"README.md: table {name} is not what the results say", file=sys.stderr)
     if "--check" in sys.argv[1:]:
         return 0 if new == old else 1
     readme.write_text(new)

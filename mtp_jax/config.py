@@ -626,7 +626,7 @@ class TrainConfig:
         for name, kind in (("after_miss", AfterMiss), ("normalise", Normalise)):
             _require(getattr(self, name) in get_args(kind), name, getattr(self, name), f"must be one of {', '.join(get_args(kind))}")
         _require(self.optimizer in ("muon", "adamw"), "optimizer", self.optimizer, "must be 'muon' or 'adamw'")
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
+        _require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "must be positive and finite")
         _require(0 <= self.warmup_fraction < 1, "warmup_fraction", self.warmup_fraction, "must be in [0, 1)")
         _require(0 <= self.final_fraction <= 1, "final_fraction", self.final_fraction, "must be in [0, 1]")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")

@@ -38,6 +38,9 @@ class Rollout(shared.BackboneFlags, shared.SamplingFlags):
     max_prompt_tokens: int = 512
     """Skip (and count) prompts longer than this, earlier turns included."""
 
+    def status(self, document: dict[str, Any]) -> int:
+        return 0 if document["done"] else 1  # a file without any answer is of no use
+
     def run(self) -> dict[str, Any]:
         """Returns the counts and the file's path."""
         shared.check_positive(batch_size=self.batch_size, max_prompt_tokens=self.max_prompt_tokens, limit=1 if self.limit is None else self.limit)

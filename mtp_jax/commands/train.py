@@ -131,8 +131,8 @@ class Train(HeadShape, shared.BackboneFlags):
     """Of the backbone's parameters and products, and of the head's products. The head's own parameters are kept in float32 while it is trained."""
     features: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Keep what the head reads of the backbone in this folder: computed once (if it is not there), read in every step. Much faster, costs disk space."""
-    features_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    """What they are stored in, when --features has to compute them."""
+    features_dtype: Annotated[Literal["float16", "bfloat16", "float32"] | None, shared.Unset] = None
+    """What they are stored in. Default: what they are, or float16 when --features has to compute them."""
     held_out: int = 64
     """Rollouts set aside; the acceptance on them, as decoded, is measured at each checkpoint. 0 for none."""
     decode_prompts: int = 4
@@ -233,7 +233,8 @@ class Train(HeadShape, shared.BackboneFlags):
             config = backbone.config
             module = Backbone(config, taps=head.taps)
             numbers = module.hidden_width + sum(config.kv_heads_of(layer) * config.head_dim_of(layer) for layer in (*keys, *values))
-            per_token = _BYTES[self.features_dtype] * numbers
+            dtype = self.features_dtype or "float16"
+            per_token = _BYTES[dtype] * numbers
             tokens = sum(min(len(example.tokens), self.config.max_length) for example in examples)
             shared.say(f"features: {per_token:,} bytes a token, {tokens:,} tokens, {per_token * tokens / 1e6:,.1f} MB in {folder}")
             with shared.progress("features") as report:
@@ -243,10 +244,10 @@ class Train(HeadShape, shared.BackboneFlags):
                     backbone.params,
                     examples,
                     **wanted,
-                    dtype=self.features_dtype,
+                    dtype=dtype,
                     progress=lambda done, total: report(done, total, ""),
                 )
-        return features.open_store(folder, examples, **wanted, taps=head.taps)
+        return features.open_store(folder, examples, **wanted, taps=head.taps, dtype=self.features_dtype, backbone_dtype=self.dtype)
 
 
 def _note(metrics: dict[str, Any], measured: dict[str, Any]) -> str:

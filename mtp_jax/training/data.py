@@ -38,6 +38,7 @@ class Example:
     task: str
     tokens: np.ndarray  # int32 [T]: prompt, then answer
     answer: np.ndarray  # bool [T]: True at the tokens of answers, their stop tokens included
+    where: str = ""  # file and line it was read from
 
 
 class Batch(struct.PyTreeNode):
@@ -71,8 +72,7 @@ def read_rollouts(paths: Sequence[str | Path], *, vocab_size: int) -> list[Examp
 def _parse_rollout(line: str, where: str, vocab_size: int) -> Example:
     try:
         record = json.loads(line)
-        tokens = np.asarray(record["tokens"], np.int64)
-        answer = np.asarray(record["answer_mask"], np.int64)
+        tokens, answer = (_integers(record[name]) for name in ("tokens", "answer_mask"))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where}: not a rollout (needs integer lists 'tokens' and 'answer_mask'): {error}") from None
     if tokens.ndim != 1 or tokens.shape != answer.shape:
@@ -81,7 +81,14 @@ def _parse_rollout(line: str, where: str, vocab_size: int) -> Example:
         raise DataError(f"{where}: 'tokens' holds an id outside 0..{vocab_size - 1}")
     if not np.isin(answer, (0, 1)).all() or not answer.any() or answer.all():
         raise DataError(f"{where}: 'answer_mask' must hold 0 and 1, both at least once")
-    return Example(task=str(record.get("task", "default")), tokens=tokens.astype(np.int32), answer=answer.astype(bool))
+    return Example(task=str(record.get("task", "default")), tokens=tokens.astype(np.int32), answer=answer.astype(bool), where=where)
+
+
+def _integers(values: list[int]) -> np.ndarray:
+    found = np.asarray(values)
+    if found.size and found.dtype.kind not in "biu":
+        raise TypeError(f"they hold {found.dtype}")
+    return found.astype(np.int64)
 
 
 def fingerprint(sequences: Sequence[Example]) -> str:
@@ -121,12 +128,11 @@ class Batches:
     of a last batch has its turn in other epochs. A row of a batch is one example: none are packed together.
 
     Raises:
-      DataError: naming the example, where its mask is empty or all ones, or max_length cuts off all of its answer.
+      DataError: as `check`.
     """
 
     def __init__(self, sequences: Sequence[Example], config: config_lib.TrainConfig) -> None:
-        for index, sequence in enumerate(sequences):
-            _check_mask(sequence, config.max_length, f"sequence {index}")
+        check(sequences, config)
         self._sequences, self._config = sequences, config
         self._lengths = np.array([len(sequence.tokens) for sequence in sequences])
         self._first_row = max(shared_prefix(sequences) - 2, 0)
@@ -137,12 +143,24 @@ class Batches:
 
     def __getitem__(self, step: int) -> Batch:
         config = self._config
-        epoch, place = divmod(step, max(len(self._sequences) // config.batch_size, 1))
+        epoch, place = divmod(step, len(self._sequences) // config.batch_size)
         number, order = self._epoch
         if number != epoch:
             order = _epoch_order(self._lengths, config.batch_size, np.random.default_rng((config.seed, epoch)))
             self._epoch = epoch, order
         return make_batch(self._sequences, order[place], config, np.random.default_rng((config.seed, 1, step)), first_row=self._first_row)
+
+
+def check(sequences: Sequence[Example], config: config_lib.TrainConfig) -> None:
+    """Whether batches can be made of these.
+
+    Raises:
+      DataError: fewer sequences than a batch has; or naming the one whose mask is empty or all ones, or whose answer max_length cuts off whole.
+    """
+    if len(sequences) < config.batch_size:
+        raise DataError(f"batch_size={config.batch_size}: must be at most the number of sequences to train on, {len(sequences)}")
+    for index, sequence in enumerate(sequences):
+        _check_mask(sequence, config.max_length, sequence.where or f"sequence {index}")
 
 
 def batch_at(sequences: Sequence[Example], config: config_lib.TrainConfig, step: int) -> Batch:
@@ -152,7 +170,7 @@ def batch_at(sequences: Sequence[Example], config: config_lib.TrainConfig, step:
 
 def _epoch_order(lengths: np.ndarray, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Index arrays of one epoch's batches: shuffled, then sorted by length inside windows."""
-    count = max(len(lengths) // batch_size, 1)
+    count = len(lengths) // batch_size
     order = rng.permutation(len(lengths))[: count * batch_size]  # left out before sorting, or it would be the longest each time
     window = 32 * batch_size
     order = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in np.split(order, range(window, len(order), window))])

@@ -134,6 +134,7 @@ def build(
         "value_layers": list(value_layers),
         "max_length": max_length,
         "dtype": dtype,
+        "backbone_dtype": config.dtype,
         "lengths": lengths.tolist(),
         "kv_heads": {str(layer): count for layer, count in kv_heads.items()},
     }
@@ -195,7 +196,12 @@ def _open(path: Path, dtype: str, shape: tuple[int, int] | None = None, *, new: 
     """A memory-mapped array: to write where there is a shape, otherwise to read. The .npy format has no bfloat16, so its bits are stored as uint16."""
     mode = "r" if shape is None else "w+" if new else "r+"
     on_disk = np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
-    array = np.lib.format.open_memmap(path, mode, on_disk, shape)
+    try:
+        array = np.lib.format.open_memmap(path, mode, on_disk, shape)
+    except ValueError as error:  # numpy's, for a file that is cut short or none of its own
+        raise FeatureError(f"{path}: not a whole array file: {error}") from None
+    if array.dtype != on_disk:
+        raise FeatureError(f"{path}: holds {array.dtype}, and the manifest tells of {dtype}")
     return array.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else array
 
 
@@ -220,8 +226,14 @@ def open_store(
     max_length: int,
     taps: tuple[int, ...] = (),
     dtype: Dtype | None = None,
+    backbone_dtype: str = "float32",
 ) -> FeatureStore:
-    """Open a folder written by `build`, after checking that it holds what this run needs; None takes any dtype.
+    """Open a folder written by `build`, after checking that it holds what this run needs.
+
+    Args:
+      dtype: in which it is stored; None takes any.
+      backbone_dtype: that of the backbone's products when the features were computed.
+      others: as in `build`.
 
     Raises:
       FeatureError: no manifest (the run that wrote it did not finish), or another backbone, data, layers, taps, length or dtype; a file of
@@ -232,6 +244,8 @@ def open_store(
         raise FeatureError(f"{path}: missing, so the features were never finished; build them again")
     manifest = read_json(path)
     wanted_values = {"backbone": backbone_fingerprint, "data": data.fingerprint(examples), "max_length": max_length, "dtype": dtype or manifest["dtype"]}
+    wanted_values["backbone_dtype"] = backbone_dtype
+    manifest.setdefault("backbone_dtype", "float32")  # not written in the first version
     for name, wanted in wanted_values.items():
         if manifest[name] != wanted:
             raise FeatureError(f"{path}: {name} is {manifest[name]!r}, this run has {wanted!r}")

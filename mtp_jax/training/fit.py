@@ -93,6 +93,7 @@ def fit(
 
     Raises:
       RunError: the folder holds another run, or one and `resume` is not set, or none and it is.
+      DataError: as `data.check`.
       ConfigError: the head does not fit the backbone, or a baseline can't be trained so (BaselineConfig.check_trains).
       MeshError: config.mesh is not that of the devices.
       MonitorError: no tensorboardX.
@@ -101,6 +102,7 @@ def fit(
     head_config.check_fits(backbone.config)
     if isinstance(head_config, config_lib.BaselineConfig):
         head_config.check_trains(config)
+    data.check(examples, config)
     if init is not None and init.config != head_config:
         raise RunError(f"init: head {init.name!r} has another shape than head_config: take head_config from it")
     mesh = sharding.make_mesh(config.mesh)
@@ -131,12 +133,15 @@ def fit(
                 values |= {"seconds": round(seconds, 3), "tokens": tokens}
                 values |= monitor.speed(seconds, tokens, flops[batch.tokens.shape], mesh.size, peak_tflops)
                 if not np.isfinite([values["loss"], values["grad_norm"]]).all():
-                    raise NotFiniteError(f"step {step + 1}: loss={values['loss']}, grad_norm={values['grad_norm']}, sequences {whole.index.tolist()}")
+                    named = ", ".join(examples[i].where or str(i) for i in whole.index.tolist())
+                    raise NotFiniteError(f"step {step + 1}: loss={values['loss']}, grad_norm={values['grad_norm']}, sequences {named}")
                 checkpoint = (step + 1) % config.checkpoint_every == 0 or step + 1 in (config.steps, stop_after)
                 if checkpoint:
                     if held_out:
                         put = partial(_to_mesh, mesh, config.batch_size)
                         values["held_out"] = walk.measure(head, state.head_params, frozen, backbone, held_out, config, put).as_dict()
+                        if not np.isfinite(values["held_out"]["loss"]):  # the update was too large; it is not kept
+                            raise NotFiniteError(f"step {step + 1}: after the update the loss on what is held out is {values['held_out']['loss']}")
                     _keep_best(out / "head", backbone, head_config, config, state, draft_ids, values)
                     if decoded:
                         newest = _loaded(out.name, backbone, head_config, state, draft_ids)

@@ -7,6 +7,7 @@ those of `decoding.loop` up to rounding in the logits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from mtp_jax import config as config_lib
 from mtp_jax.models import backbone as backbone_lib
@@ -34,6 +35,7 @@ class Acceptance:
     steps: int
     tokens: int  # committed by those steps
     accepted: list[int]  # steps in which draft k was kept
+    loss: float | None = None  # where it was measured: soft cross-entropy, mean over all rows and draft steps
 
     @property
     def tokens_per_step(self) -> float:
@@ -56,7 +58,7 @@ class Acceptance:
             "tokens_per_step": round(self.tokens_per_step, 4),
             "accept_unconditional": [round(x, 4) for x in self.unconditional],
             "accept_conditional": [round(x, 4) for x in self.conditional],
-        }
+        } | ({} if self.loss is None else {"loss": self.loss})
 
 
 def measure(
@@ -68,14 +70,14 @@ def measure(
     config: config_lib.TrainConfig,
     put: Callable[[data.Batch], data.Batch] = lambda batch: batch,
 ) -> Acceptance:
-    """Acceptance on sequences whose answers are greedy ones.
+    """Acceptance on sequences whose answers are greedy ones, and the loss.
 
     Args:
       put: brings a batch of config.batch_size rows to the devices.
     """
     module = backbone_lib.Backbone(backbone.config, taps=head.config.taps)
     keys, values = head.config.layers_read, tuple(sorted(set(head.config.donors)))
-    total = Acceptance(0, 0, [0] * config.num_draft)
+    total, losses, count = Acceptance(0, 0, [0] * config.num_draft), 0.0, 0
     order = np.argsort([len(example.tokens) for example in examples], kind="stable")
     for start in range(0, len(order), config.batch_size):
         chosen = order[start : start + config.batch_size]
@@ -83,15 +85,17 @@ def measure(
         batch = data.make_batch(examples, padded, config, None)
         there = put(batch)
         features = features_lib.compute(module, backbone.params, there.tokens, key_layers=keys, value_layers=values)
-        found = _correct(head, head_params, frozen, features, there, num_draft=config.num_draft, rows_per_chunk=config.rows_per_chunk)
-        correct = sharding.to_host(found)  # [M, B, R]
+        found = _judged(head, head_params, frozen, features, there, num_draft=config.num_draft, rows_per_chunk=config.rows_per_chunk)
+        correct, valid, loss = sharding.to_host(found)  # [M, B, R]
+        own = valid[:, : len(chosen)]
+        losses, count = losses + float(loss[:, : len(chosen)][own].sum(dtype=np.float64)), count + int(own.sum())
         for place, index in enumerate(chosen):
             total = _add(total, walk(correct[:, place], np.asarray(batch.rows[place]), examples[index].answer[: batch.lengths[place]]))
-    return total
+    return dataclasses.replace(total, loss=losses / max(count, 1))
 
 
 @partial(jax.jit, static_argnames=("head", "num_draft", "rows_per_chunk"))
-def _correct(
+def _judged(
     head: forms.AnyHead,
     head_params: Any,
     frozen: loss_lib.Frozen,
@@ -100,8 +104,10 @@ def _correct(
     *,
     num_draft: int,
     rows_per_chunk: int,
-) -> Bool[Array, "M B R"]:
-    return loss_lib.unroll(head, head_params, frozen, features, batch, num_draft, rows_per_chunk=rows_per_chunk).correct
+) -> tuple[Bool[Array, "M B R"], Bool[Array, "M B R"], Float[Array, "M B R"]]:
+    """Whether each draft is right, whether it counts, and its loss."""
+    found = loss_lib.unroll(head, head_params, frozen, features, batch, num_draft, rows_per_chunk=rows_per_chunk)
+    return found.correct, found.valid, found.loss
 
 
 def walk(correct: np.ndarray, rows: np.ndarray, answer: np.ndarray) -> Acceptance:

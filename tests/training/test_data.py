@@ -1,5 +1,6 @@
 """Rollout files, batches that depend on the step alone, rows that carry loss, the draft vocabulary."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -26,9 +27,10 @@ def write(path, *records):
 
 def test_read_rollouts(tmp_path):
     one = write(tmp_path / "a.jsonl", {"tokens": [1, 2, 3], "answer_mask": [0, 1, 1], "task": "x"}, "")
-    two = write(tmp_path / "b.jsonl", {"tokens": [5, 6], "answer_mask": [0, 1]})
+    two = write(tmp_path / "b.jsonl", {"tokens": [5, 6], "answer_mask": [False, True]})
     found = data.read_rollouts([one, two], vocab_size=7)
     assert [(e.task, e.tokens.tolist(), e.answer.tolist()) for e in found] == [("x", [1, 2, 3], [False, True, True]), ("default", [5, 6], [False, True])]
+    assert [e.where for e in found] == [f"{one}:1", f"{two}:1"]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,10 @@ def test_read_rollouts(tmp_path):
         ("[1]", "not a rollout"),
         ({"tokens": [1, 2]}, "not a rollout.*answer_mask"),
         ({"tokens": ["a", 2], "answer_mask": [0, 1]}, "not a rollout"),
+        ({"tokens": ["1", "2"], "answer_mask": [0, 1]}, "not a rollout .needs integer lists"),
+        ({"tokens": [1.5, 2], "answer_mask": [0, 1]}, "not a rollout .needs integer lists"),
+        ({"tokens": [1, 2], "answer_mask": [0, 0.9]}, "not a rollout .needs integer lists"),
+        ({"tokens": [], "answer_mask": []}, "both at least once"),
         ({"tokens": [1, 2, 3], "answer_mask": [0, 1]}, r"'tokens' has shape \(3,\) and 'answer_mask' \(2,\)"),
         ({"tokens": [[1, 2]], "answer_mask": [[0, 1]]}, "flat lists"),
         ({"tokens": [1, 7], "answer_mask": [0, 1]}, r"an id outside 0\.\.6"),
@@ -131,9 +137,12 @@ def test_every_sequence_has_its_turn():
     assert set(seen.tolist()) == set(range(11))
 
 
-def test_fewer_sequences_than_a_batch():
-    batch = data.batch_at(many(2), TrainConfig(batch_size=4, max_length=64, num_draft=2), 5)
-    assert sorted(batch.index.tolist()) == [0, 1]
+def test_fewer_sequences_than_a_batch_are_refused():
+    config = TrainConfig(batch_size=4, max_length=64, num_draft=2)
+    data.check(many(4), config)
+    for refuse in (data.check, data.Batches):
+        with pytest.raises(data.DataError, match="^batch_size=4: must be at most the number of sequences to train on, 3$"):
+            refuse(many(3), config)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +159,10 @@ def test_masks_that_cannot_be_learnt_from_are_named(bad, message):
     with pytest.raises(data.DataError, match=f"row 1, sequence 5: {message}"):
         data.make_batch(sequences, np.array([0, 5]), config, None)
     data.make_batch(sequences, np.array([0, 1]), config, None)
-    with pytest.raises(data.DataError, match=f"sequence 5: {message}"):
+    with pytest.raises(data.DataError, match=f"^sequence 5: {message}"):
         data.Batches(sequences, config)
+    with pytest.raises(data.DataError, match=f"^r.jsonl:7: {message}"):
+        data.check([*many(5), dataclasses.replace(bad, where="r.jsonl:7")], config)
 
 
 def test_within_leaves_out_answers_that_are_cut_off():

@@ -93,6 +93,24 @@ def test_the_manifest_ties_features_to_dtype_and_size(backbone, answers, tmp_pat
         features.open_store(tmp_path, answers[:8], **wanted(backbone))
 
 
+def test_files_that_are_not_what_the_manifest_says(backbone, answers, tmp_path):
+    build(tmp_path, backbone, answers[:8], dtype="float16")
+    with pytest.raises(features.FeatureError, match="backbone_dtype is 'float32', this run has 'bfloat16'"):
+        features.open_store(tmp_path, answers[:8], **wanted(backbone), backbone_dtype="bfloat16")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"dtype": "bfloat16"}))
+    with pytest.raises(features.FeatureError, match="hidden.npy: holds float16, and the manifest tells of bfloat16"):
+        features.open_store(tmp_path, answers[:8], **wanted(backbone))
+    del manifest["backbone_dtype"]  # as the first version wrote it
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    features.open_store(tmp_path, answers[:8], **wanted(backbone))
+    for size in (1000, 0):
+        with open(tmp_path / "hidden.npy", "r+b") as file:
+            file.truncate(size)
+        with pytest.raises(features.FeatureError, match="hidden.npy: not a whole array file"):
+            features.open_store(tmp_path, answers[:8], **wanted(backbone))
+
+
 def test_unknown_dtypes_are_refused(backbone, answers, tmp_path):
     with pytest.raises(features.FeatureError, match="dtype='int8': must be one of float16, bfloat16, float32"):
         build(tmp_path, backbone, answers[:8], dtype="int8")

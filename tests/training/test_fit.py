@@ -216,7 +216,7 @@ class Spoiled:
 def test_a_loss_that_is_not_a_number_stops_the_run(backbone, answers, tmp_path):
     out = tmp_path / "nan"
     sequences = data.batch_at(answers, SHORT, 3).index.tolist()
-    with pytest.raises(fit.NotFiniteError, match=rf"step 4: loss=nan, .*sequences \[{sequences[0]}, "):
+    with pytest.raises(fit.NotFiniteError, match=rf"step 4: loss=nan, .*sequences {sequences[0]}, "):
         fit.fit(backbone, answers, fakes.HEAD, SHORT, out, features=Spoiled(backbone, sequences))
     assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [2]
     assert [line["step"] for line in lines(out)] == [1, 2, 3]
@@ -225,6 +225,18 @@ def test_a_loss_that_is_not_a_number_stops_the_run(backbone, answers, tmp_path):
     resumed = fit.fit(backbone, answers, fakes.HEAD, SHORT, out, resume=True, features=Spoiled(backbone))
     whole = fit.fit(backbone, answers, fakes.HEAD, SHORT, tmp_path / "whole", features=Spoiled(backbone))
     assert same(resumed.params, whole.params)  # with the cause gone, it goes on as if nothing had been
+
+
+def test_an_update_that_spoils_the_head_is_not_kept(backbone, answers, tmp_path):
+    """Step 2's loss is that of the parameters before its update: what is held out tells that the new ones are no good."""
+    config = dataclasses.replace(SHORT, learning_rate=1e30, warmup_fraction=0.5, checkpoint_every=1)
+    with pytest.raises(fit.NotFiniteError, match="step [12]: after the update the loss on what is held out is (nan|inf)"):
+        fit.fit(backbone, answers, fakes.HEAD, config, tmp_path / "run", held_out=answers[:4])
+    assert all(int(path.name) < 2 for path in (tmp_path / "run" / "checkpoints").iterdir())
+    for batch_size in (25, 48):
+        with pytest.raises(data.DataError, match=f"batch_size={batch_size}: must be at most the number of sequences to train on, 24"):
+            fit.fit(backbone, answers, fakes.HEAD, dataclasses.replace(SHORT, batch_size=batch_size), tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 5e-3)])

@@ -75,7 +75,7 @@ def figures(monkeypatch):
 
     def say(*tokens_per_step):
         rates = iter(tokens_per_step)
-        monkeypatch.setattr(walk, "measure", lambda *args: walk.Acceptance(100, round(100 * next(rates)), [0, 0]))
+        monkeypatch.setattr(walk, "measure", lambda *args: walk.Acceptance(100, round(100 * next(rates)), [0, 0], loss=1.0))
 
     return say
 
