@@ -95,6 +95,24 @@ def comparison_tasks() -> str:
     return report.by_task(report.fastest(load("comparison.json"), "comparison.json"), "comparison.json").markdown()
 
 
+def comparison_standalone() -> str:
+    """The claim that the method comes with: the head beside a standalone drafter, a general one and one for each task."""
+    return report.beside(load("comparison.json"), "comparison.json", "mtp", ["standalone", "standalone_per_task"]).markdown()
+
+
+def comparison_drafts() -> str:
+    """Each method with every number of drafts, and sampled."""
+    drafts, sampled = load("comparison_drafts.json")["methods"], load("comparison_sampled.json")["methods"]
+    numbers = sorted({method["num_draft"] for method in drafts.values()})
+    rows = []
+    for method in report.fastest(load("comparison.json"), "comparison.json")["methods"].values():
+        found = [drafts.get(f"{method['name']}, M = {number}") for number in numbers]
+        found += [one for one in sampled.values() if one["name"] == method["name"]]
+        shown = [f"{one['overall']['tokens_per_step']:.2f} ({one['overall']['speedup']:.2f}x)" if one else "" for one in found]
+        rows.append([method["name"], *shown])
+    return table(["method", *(f"M = {number}" for number in numbers), "temperature 1, M = 4"], rows)
+
+
 def ablations() -> str:
     return ablate.markdown(load("ablations.json"), by_task=False)
 
@@ -107,6 +125,8 @@ TABLES = {
     "transformers": transformers,
     "comparison": comparison,
     "comparison_tasks": comparison_tasks,
+    "comparison_standalone": comparison_standalone,
+    "comparison_drafts": comparison_drafts,
     "ablations": ablations,
 }
 

@@ -145,6 +145,39 @@ def by_position(result: dict[str, Any], where: str) -> Table:
     return Table("Drafts kept, share of all steps", ["method", *map(str, range(1, longest + 1))], rows, _best(values, [max] * longest))
 
 
+def beside(result: dict[str, Any], where: str, one: str, others: Sequence[str]) -> Table:
+    """One line a task: method `one` against each of `others`.
+
+    Drafts kept are those of a step, on average: the sum of the shares of steps in which draft 1, 2, .. was kept. Wall clock is the ratio of what both
+    gain on vanilla. Above 1, `one` is ahead.
+
+    Raises:
+      ReportError: no such method in the result, or a field is missing.
+    """
+    methods = {method["name"]: method for method in fastest(result, where)["methods"].values()}
+    for name in (one, *others):
+        if name not in methods:
+            raise ReportError(f"{where}: no method is named {name!r}; there are {', '.join(methods)}")
+    tasks = list(_get(methods[one], "tasks", where=f"{where}: {one}"))
+
+    def figures(name: str, task: str | None) -> tuple[float, float, float, float]:
+        part = ("overall",) if task is None else ("tasks", task)
+        found = _get(methods[name], *part, where=f"{where}: {name}")
+        first, *_ = shares = found["accept_unconditional"]
+        return found["tokens_per_step"], first, sum(shares), found["speedup"]
+
+    rows = []
+    for task in (*tasks, None):
+        every = [figures(name, task) for name in (one, *others)]
+        row = [task or "all", *(f"{tokens:.2f}" for tokens, *_ in every), *(f"{first:.2f}" for _, first, _, _ in every)]
+        for at in (2, 3):
+            row += [f"{every[0][at] / other[at]:.2f}" if other[at] else "" for other in every[1:]]
+        rows.append(row)
+    header = ["task", *(f"tokens per step, {name}" for name in (one, *others)), *(f"first draft kept, {name}" for name in (one, *others))]
+    header += [f"drafts kept a step, {one} / {name}" for name in others] + [f"wall clock, {one} / {name}" for name in others]
+    return Table(f"{one} beside {', '.join(others)}", header, rows)
+
+
 PUBLISHED = """Assumed: a backbone of the Gemini Nano kind, three to four billion parameters, and a standalone drafter of 128 million beside it, 12 layers of
 width 768 with 4 key heads of 64 and a table of 65,536 tokens; keys and values in 16 bits. A zero-copy head has layers too, but no table and
 no cache: the last two columns are what it saves where both have as many layers. The whole drafter in 8 bits is 128 MB, without its cache."""

@@ -64,6 +64,19 @@ def test_each_method_at_its_fastest_the_fastest_first():
     assert [row[0] for row in report.training(RESULT, "r.json").rows] == ["ours", "other <b>"]
 
 
+def test_one_method_beside_others():
+    result = copy.deepcopy(RESULT)
+    result["methods"]["other <b>, M = 2"]["tasks"]["chat"] |= {"accept_unconditional": [0.3, 0.1], "speedup": 0.71}
+    rows = report.beside(result, "r.json", "ours", ["other <b>"]).rows
+    assert rows[0] == ["copying", "2.41", "2.07", "0.61", "0.61", "1.00", "0.88"]  # 1.43 / 1.62
+    assert rows[1] == ["chat", "1.50", "1.50", "0.61", "0.30", "2.45", "2.01"]  # 0.98 / 0.4 and 1.43 / 0.71
+    assert rows[2][0] == "all" and len(rows) == 3
+    result["methods"]["other <b>, M = 2"]["tasks"]["chat"]["accept_unconditional"] = [0.0, 0.0]
+    assert report.beside(result, "r.json", "ours", ["other <b>"]).rows[1][5] == ""
+    with pytest.raises(report.ReportError, match="r.json: no method is named 'their'; there are other <b>, ours"):
+        report.beside(result, "r.json", "ours", ["their"])
+
+
 def test_memory_of_the_published_shape():
     """128 million numbers: 61 MiB in four bits, 244 in sixteen; the table is 65,536 x 768; the cache 12 x 2 x 4 x 64 numbers of two bytes a slot."""
     rows = report.published_shape().rows
