@@ -144,6 +144,7 @@ def compare(
     runtimes = {variant.key: variant.attach(vanilla) for variant in todo}
     _decode_all(vanilla, runtimes, {variant.key: variant.config for variant in todo} | {VANILLA: config}, prompts, ids, repeats, path, records)
     for variant in todo:
+        jax.clear_caches()
         values = _summary(variant, _pairs(variant.key, prompts, repeats, records))
         overall = values["overall"]
         values["costs"] = _costs(backbone, variant, vanilla, runtimes.pop(variant.key), ids, overall["tokens_per_step"])
@@ -175,12 +176,17 @@ def _decode_all(
     """Decode, for each repeat, every prompt in all ways; what `records` lacks is put in, and in the journal they come from."""
     done = {(record["repeat"], record["prompt"]) for record in records}
     warmed: set[tuple[Any, ...]] = set()
+    before = None
     rounds = [(repeat, i) for repeat in range(repeats) for i in sorted(range(len(ids)), key=lambda i: len(ids[i]))]
     with shared.progress("compare") as report:
         for repeat, index in rounds:
             if (repeat, index) in done:
                 continue
-            results = {}
+            now = acceptance.shape_of([ids[index]], configs[VANILLA].max_new_tokens, 0)
+            if now != before:  # the programs of every method at every length are more memory maps than Linux allows a process
+                jax.clear_caches()
+                warmed.clear()
+            before, results = now, {}
             for key in np.random.default_rng((repeat, index)).permutation([VANILLA, *runtimes]).tolist():
                 by_task, config = {"": vanilla} if key == VANILLA else runtimes[key], configs[key]
                 task = prompts[index].task if prompts[index].task in by_task else ""
@@ -323,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backbone", default="smollm2-135m-instruct")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help='JSON lines with "prompt" and perhaps "task"')
     parser.add_argument("--limit", type=int, default=10, help="prompts of each task, drawn by --seed")
-    parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer prompts are not drawn")
+    parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer prompts are not drawn")
     parser.add_argument("--method", nargs="+", required=True, metavar="NAME=DRAFTER[@HEAD[,TASK:HEAD..]]")
     parser.add_argument("--num-drafts", type=int, nargs="+", default=[4])
     parser.add_argument("--max-new-tokens", type=int, default=96)
