@@ -1,6 +1,6 @@
 """Drafters side by side: the same prompts, the same loop, one process.
 
-    python experiments/compare.py --prompts *_test.jsonl --limit 10 --method ours=mtp copy=prompt_lookup eagle=eagle@runs/eagle \\
+    python experiments/compare.py --prompts *_test.jsonl --limit 10 long=2 --method ours=mtp copy=prompt_lookup eagle=eagle@runs/eagle \\
         --num-drafts 2 4 8 --repeats 3 --work /tmp/compare --out experiments/results/comparison.json
 
 A method is NAME=DRAFTER or NAME=DRAFTER@HEAD, with HEAD a folder or a shipped name; or NAME=DRAFTER@HEAD,TASK:HEAD,.. with a head of their
@@ -100,6 +100,7 @@ def compare(
     work: Path,
     *,
     repeats: int = 1,
+    repeat_max_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Run all methods that `out` does not hold yet, and write it.
 
@@ -108,7 +109,8 @@ def compare(
       config: budget and sampling; its num_draft and short_drafts are replaced.
       num_drafts: each M that every method is run with.
       work: folder for journals.
-      repeats: runs over all prompts; wall clock is the median of them.
+      repeats: runs over the prompts; the seconds of a prompt are the median of its runs.
+      repeat_max_tokens: longer prompts are run once, whatever `repeats`; None is no such limit.
 
     Raises:
       ValueError: `out` was made with other settings, or a journal with other heads.
@@ -119,6 +121,7 @@ def compare(
         "prompts": {"count": len(prompts), "tasks": sorted({prompt.task for prompt in prompts}), "digest": prompts_lib.digest(prompts)},
         "decode": {name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed")},
         "repeats": repeats,
+        "repeat_max_tokens": repeat_max_tokens,
         **where_it_ran(),
     }
     result = json.loads(out.read_text()) if out.exists() else {"settings": settings, "methods": {}}
@@ -138,14 +141,17 @@ def compare(
     path = work / f"{hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()[:12]}.jsonl"
     work.mkdir(parents=True, exist_ok=True)
     # not the repeats: those that are done serve a run with fewer or more of them, too
-    records = journal.begin(path, {name: value for name, value in settings.items() if name != "repeats"} | {"heads": digests})
-    records = [record for record in records if record["repeat"] < repeats]
+    records = journal.begin(path, {name: value for name, value in settings.items() if not name.startswith("repeat")} | {"heads": digests})
+    by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    again = [i for i in by_length if repeat_max_tokens is None or len(ids[i]) <= repeat_max_tokens]
+    rounds = [(repeat, i) for repeat in range(repeats) for i in (again if repeat else by_length)]
+    records = [record for record in records if (record["repeat"], record["prompt"]) in set(rounds)]
     vanilla = generate.make_runtime(backbone)
     runtimes = {variant.key: variant.attach(vanilla) for variant in todo}
-    _decode_all(vanilla, runtimes, {variant.key: variant.config for variant in todo} | {VANILLA: config}, prompts, ids, repeats, path, records)
+    _decode_all(vanilla, runtimes, {variant.key: variant.config for variant in todo} | {VANILLA: config}, prompts, ids, rounds, path, records)
     for variant in todo:
         jax.clear_caches()
-        values = _summary(variant, _pairs(variant.key, prompts, repeats, records))
+        values = _summary(variant, _pairs(variant.key, prompts, records))
         overall = values["overall"]
         values["costs"] = _costs(backbone, variant, vanilla, runtimes.pop(variant.key), ids, overall["tokens_per_step"])
         result["methods"][variant.key] = values
@@ -169,15 +175,14 @@ def _decode_all(
     configs: dict[str, config_lib.DecodeConfig],
     prompts: Sequence[prompts_lib.Prompt],
     ids: Sequence[list[int]],
-    repeats: int,
+    rounds: Sequence[tuple[int, int]],
     path: Path,
     records: list[dict[str, Any]],
 ) -> None:
-    """Decode, for each repeat, every prompt in all ways; what `records` lacks is put in, and in the journal they come from."""
+    """Decode the prompt of each (repeat, prompt) in all ways; what `records` lacks is put in, and in the journal they come from."""
     done = {(record["repeat"], record["prompt"]) for record in records}
     warmed: set[tuple[Any, ...]] = set()
     before = None
-    rounds = [(repeat, i) for repeat in range(repeats) for i in sorted(range(len(ids)), key=lambda i: len(ids[i]))]
     with shared.progress("compare") as report:
         for repeat, index in rounds:
             if (repeat, index) in done:
@@ -200,28 +205,34 @@ def _decode_all(
             report(len(records), len(rounds), "")
 
 
-def _pairs(key: str, prompts: Sequence[prompts_lib.Prompt], repeats: int, records: Sequence[dict[str, Any]]) -> list[list[acceptance.Pair]]:
-    """Of each repeat, every prompt beside vanilla's."""
-    found: list[list[acceptance.Pair]] = [[] for _ in range(repeats)]
-    for record in records:
+def _pairs(key: str, prompts: Sequence[prompts_lib.Prompt], records: Sequence[dict[str, Any]]) -> list[list[acceptance.Pair]]:
+    """Of each prompt, every run beside vanilla's."""
+    found: list[list[acceptance.Pair]] = [[] for _ in prompts]
+    for record in sorted(records, key=lambda record: record["repeat"]):
         plain, fast, index = record["results"][VANILLA], record["results"][key], record["prompt"]
         outputs = ([generate.Output(**one["output"])] for one in (plain, fast))
-        found[record["repeat"]].append(acceptance.Pair(prompts[index].task, [index], *outputs, plain["seconds"], fast["seconds"]))
+        found[index].append(acceptance.Pair(prompts[index].task, [index], *outputs, plain["seconds"], fast["seconds"]))
     return found
 
 
-def _summary(variant: Variant, runs: Sequence[Sequence[acceptance.Pair]]) -> dict[str, Any]:
-    """Figures of the first run, wall clock of the median one."""
+def _summary(variant: Variant, prompts: Sequence[Sequence[acceptance.Pair]]) -> dict[str, Any]:
+    """Figures of the first runs, with the median seconds of each prompt's runs; what is not identical in one run is not.
+
+    `speedups` are those of each run, over the `repeated` prompts that are in all of them.
+    """
 
     def over(task: str | None) -> dict[str, Any]:
-        chosen = [[pair for pair in run if task in (None, pair.task)] for run in runs]
-        every = [acceptance.summary(pairs, variant.config.num_draft) for pairs in chosen]
-        speedups = [one["speedup"] for one in every]
-        values = every[0] | {"speedup": round(statistics.median(speedups), 4), "speedups": speedups, "identical": min(one["identical"] for one in every)}
+        chosen = [runs for runs in prompts if task in (None, runs[0].task)]
+        count = max(len(runs) for runs in chosen)
+        repeated = [runs for runs in chosen if len(runs) == count]
+        values = acceptance.summary([_median(runs) for runs in chosen], variant.config.num_draft)
+        values["identical"] = sum(all(run.vanilla[0].tokens == run.drafted[0].tokens for run in runs) for runs in chosen)
+        values["repeated"] = len(repeated)
+        values["speedups"] = [acceptance.summary([runs[i] for runs in repeated], variant.config.num_draft)["speedup"] for i in range(count)]
         values["passes_per_100_tokens"] = round(100 / values["tokens_per_step"], 2) if values["tokens_per_step"] else None
         return {name: value for name, value in values.items() if "tokens_per_second" not in name}  # absolute times mean little
 
-    tasks = list(dict.fromkeys(pair.task for pair in runs[0]))
+    tasks = list(dict.fromkeys(pair.task for pair, *_ in prompts))
     return {
         "name": variant.method.name,
         "drafter": variant.method.drafter,
@@ -231,6 +242,12 @@ def _summary(variant: Variant, runs: Sequence[Sequence[acceptance.Pair]]) -> dic
         "overall": over(None),
         "tasks": {task: over(task) for task in tasks},
     }
+
+
+def _median(runs: Sequence[acceptance.Pair]) -> acceptance.Pair:
+    """The first run, as long as the median one."""
+    plain, fast = (statistics.median(getattr(run, name) for run in runs) for name in ("vanilla_seconds", "drafted_seconds"))
+    return dataclasses.replace(runs[0], vanilla_seconds=plain, drafted_seconds=fast)
 
 
 def trained_how(head: load.LoadedHead) -> dict[str, Any]:
@@ -328,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backbone", default="smollm2-135m-instruct")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help='JSON lines with "prompt" and perhaps "task"')
-    parser.add_argument("--limit", type=int, default=10, help="prompts of each task, drawn by --seed")
+    parser.add_argument("--limit", nargs="+", default=["10"], metavar="N [TASK=N]", help="prompts of each task, drawn by --seed; other numbers for some tasks")
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer prompts are not drawn")
     parser.add_argument("--method", nargs="+", required=True, metavar="NAME=DRAFTER[@HEAD[,TASK:HEAD..]]")
     parser.add_argument("--num-drafts", type=int, nargs="+", default=[4])
@@ -336,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--accept", choices=("match", "rejection"), default="match")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeat-max-tokens", type=int, help="longer prompts are run once, whatever --repeats")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing, and of sampled answers")
     parser.add_argument("--work", type=Path, required=True, help="folder for journals; kept, so that a stopped run goes on")
     parser.add_argument("--out", type=Path, required=True)
@@ -348,23 +366,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             if method.drafter not in config_lib.HEADLESS:
                 named = method.heads or {"": shared.head_name(args.backbone, "auto") or ""}
                 heads[method.name] = {task: load.load_head(head, backbone) for task, head in named.items()}
-        prompts = draw(backbone, prompts_lib.read(args.prompts), args.limit, args.max_prompt_tokens, args.seed)
+        prompts = draw(backbone, prompts_lib.read(args.prompts), limits(args.limit), args.max_prompt_tokens, args.seed)
         config = config_lib.DecodeConfig(max_new_tokens=args.max_new_tokens, temperature=args.temperature, accept=args.accept, seed=args.seed)
-        compare(backbone, methods, heads, prompts, config, args.num_drafts, args.out, args.work, repeats=args.repeats)
+        compare(backbone, methods, heads, prompts, config, args.num_drafts, args.out, args.work, repeats=args.repeats, repeat_max_tokens=args.repeat_max_tokens)
     except (ValueError, OSError) as error:  # every error of the package about what it was given is one
         print(f"compare: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def draw(backbone: load.LoadedBackbone, prompts: Sequence[prompts_lib.Prompt], limit: int, max_tokens: int, seed: int) -> list[prompts_lib.Prompt]:
-    """`limit` prompts of each task that are no longer than max_tokens, drawn by the seed, in the order of the files."""
+def limits(texts: Sequence[str]) -> dict[str, int]:
+    """Prompts by task, of N or TASK=N; "" is every other task.
+
+    Raises:
+      ValueError: another form, or no number for every other task.
+    """
+    found = {task: int(number) if number.isdecimal() else -1 for task, _, number in (text.rpartition("=") for text in texts)}
+    if "" not in found or min(found.values()) < 0:
+        raise ValueError(f"--limit {' '.join(texts)!r}: must be N, and then perhaps TASK=N, with whole numbers that are not negative")
+    return found
+
+
+def draw(backbone: load.LoadedBackbone, prompts: Sequence[prompts_lib.Prompt], limit: dict[str, int], max_tokens: int, seed: int) -> list[prompts_lib.Prompt]:
+    """Prompts of each task that are no longer than max_tokens, drawn by the seed, in the order of the files.
+
+    Raises:
+      ValueError: a limit for a task that no prompt is of.
+    """
+    if missing := sorted(set(limit) - {"", *(prompt.task for prompt in prompts)}):
+        raise ValueError(f"--limit {missing[0]}={limit[missing[0]]}: no prompt is of this task")
     chosen: list[int] = []
     for task in dict.fromkeys(prompt.task for prompt in prompts):
         members = [i for i, prompt in enumerate(prompts) if prompt.task == task]
         order = np.random.default_rng((seed, len(chosen))).permutation(members).tolist()
         fitting = (i for i in order if len(generate.encode_prompt(backbone, prompts[i].text)) <= max_tokens)
-        chosen += sorted(index for _, index in zip(range(limit), fitting, strict=False))
+        chosen += sorted(index for _, index in zip(range(limit.get(task, limit[""])), fitting, strict=False))
     return [prompts[i] for i in chosen]
 
 

@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backbone", default="smollm2-135m-instruct")
     parser.add_argument("--prompts", type=Path, nargs="+", help='JSON lines with "prompt" and perhaps "task"')
-    parser.add_argument("--limit", type=int, default=10, help="prompts of each task, drawn by --seed")
+    parser.add_argument("--limit", nargs="+", default=["10"], metavar="N [TASK=N]", help="prompts of each task, drawn by --seed; other numbers for some tasks")
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer prompts are not drawn")
     parser.add_argument("--exits", type=int, nargs="+", help="layers before each exit; by default a quarter, half and three quarters of them")
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.3, 0.6, 0.9])
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         backbone = shared.load_backbone(args.backbone)
         layers = backbone.config.num_layers
         exits = args.exits or sorted({max(layers * quarter // 4, 1) for quarter in (1, 2, 3)})
-        prompts = compare.draw(backbone, prompts_lib.read(args.prompts), args.limit, args.max_prompt_tokens, args.seed)
+        prompts = compare.draw(backbone, prompts_lib.read(args.prompts), compare.limits(args.limit), args.max_prompt_tokens, args.seed)
         config = config_lib.DecodeConfig(max_new_tokens=args.max_new_tokens)
         result = measure(backbone, prompts, config, exits, args.thresholds, args.out, rounds=args.rounds, say=shared.say)
         for entry in result["thresholds"]:

@@ -18,7 +18,9 @@ def draft(head: load.LoadedHead, loaded: load.LoadedBackbone, tokens: list[int],
     kind = head.config.kind
     if kind == "standalone":
         small = baselines.Standalone(head.config, loaded.config).model.config
-        return [reference.softmax(reference.backbone(head.params, small, tokens + given[:k])[1][-1]) for k in range(len(given))]
+        logits = [reference.backbone(head.params, small, tokens + given[:k])[1][-1] for k in range(len(given))]
+        outside = np.setdiff1d(np.arange(small.vocab_size), head.draft_ids)
+        return [reference.softmax(np.where(np.isin(np.arange(len(row)), outside), -np.inf, row)) for row in logits]
     stream: list[np.ndarray] = []
     hidden = reference.backbone(loaded.params, loaded.config, tokens[:-1], stream)[0]
     if kind == "eagle3":

@@ -114,7 +114,7 @@ def baseline(loaded: load.LoadedBackbone, kind: config_lib.BaselineKind, *, seed
     """A random draft model of this kind; like the backbone's, its attention is grouped, and of another shape."""
     if kind != "medusa":
         changes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 10} | changes
-    if kind != "standalone":
+    if kind != "standalone":  # which has all tokens unless told otherwise
         changes = {"draft_vocab_size": 24} | changes
     if kind == "eagle3":
         changes = {"taps": (1, 2, 4)} | changes

@@ -47,7 +47,7 @@ class HeadShape:
     taps: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYERS ...", help_behavior_hint="")] = ()
     """With --form eagle3: the backbone's states after so many layers, ascending, are what it reads. Default: 2, half of them, and all but 3."""
     draft_vocab_size: Annotated[int | None, shared.Unset] = None
-    """Tokens the head can draft: the most frequent ones of the rollouts. Default: 8192; with --form assistant all."""
+    """Tokens the head can draft: the most frequent ones of the rollouts. Default: 8192; with --form assistant or standalone all."""
     query_position: Literal["pending", "last"] = "pending"
     """Position of the head's queries: that of the pending token, or of the last one in the cache."""
     input_norms: bool = True

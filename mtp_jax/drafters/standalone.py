@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from mtp_jax import config as config_lib
 from mtp_jax import drafters
 from mtp_jax.drafters import mtp
 from mtp_jax.models import backbone as backbone_lib
-from mtp_jax.models import baselines
+from mtp_jax.models import baselines, layers
 from mtp_jax.models import cache as cache_lib
 from mtp_jax.models import head as head_lib
 
@@ -42,15 +42,14 @@ class StandaloneDrafter:
         return State(keys=empty.keys, values=empty.values)
 
     def draft(self, params: mtp.Params, state: State, context: drafters.Context, rules: config_lib.DecodeConfig) -> tuple[drafters.Proposal, State]:
-        model, lengths = self.small.model, context.cache.lengths
+        lengths = context.cache.lengths
         newest = jnp.take_along_axis(context.tokens, lengths[:, None] - 1, axis=1)  # x_p
         keys = mtp.keys_of_drafts(context, rules)
 
         def take(number: int, token: Array, cache: cache_lib.Cache) -> mtp.Step:
             tokens = jnp.concatenate([newest, token], axis=1) if number == 0 else token
             hidden, cache = self._read(params, tokens, cache)
-            logits: Any = model.apply({"params": params.head}, hidden[:, -1:], method="logits")
-            mixture = head_lib.Mixture(vocab=jax.nn.log_softmax(logits, axis=-1), slots=None, vocab_at_slots=None)
+            mixture = head_lib.Mixture(vocab=jax.nn.log_softmax(self._logits(params, hidden[:, -1:]), axis=-1), slots=None, vocab_at_slots=None)
             return cache, *mtp.choose(mixture, params.vocab, context.tokens, rules, keys, number)
 
         proposal, cache = mtp.chain(take, context.pending[:, None], _cache(state, lengths - 1), rules, skip=False)
@@ -64,6 +63,12 @@ class StandaloneDrafter:
         tokens = jnp.take_along_axis(context.tokens, first[:, None] + jnp.arange(seen.hidden.shape[1]), axis=1)
         _, cache = self._read(params, tokens, _cache(state, first))
         return State(keys=cache.keys, values=cache.values)
+
+    def _logits(self, params: mtp.Params, hidden: Float[Array, "B T W"]) -> Float[Array, "B T C"]:
+        if isinstance(params.vocab.unembedding, tuple) and not params.vocab.unembedding:  # it drafts all tokens of its table
+            logits: Any = self.small.model.apply({"params": params.head}, hidden, method="logits")
+            return logits
+        return layers.matmul(hidden, params.vocab.unembedding).astype(jnp.float32)
 
     def _read(self, params: mtp.Params, tokens: Int[Array, "B T"], cache: cache_lib.Cache) -> tuple[Array, cache_lib.Cache]:
         """Hidden states [B, T, W], and the cache with T tokens more."""

@@ -33,9 +33,19 @@ def make_params(head: forms.AnyHead, params: dict[str, Any], draft_ids: Array, b
     params = forms.in_forward_dtypes(head, params)
     if isinstance(head, head_lib.Head):
         return mtp.make_params(head, params, draft_ids, backbone_params)
-    small = isinstance(head, baselines.Standalone)
     ids = jnp.asarray(draft_ids, jnp.int32)
-    vocab = head_lib.draft_vocab(ids, backbone_params, head.backbone, column_blocks=head.column_blocks, with_rows=not small)
-    if head.column_blocks:
-        params = backbone_lib.to_column_blocks(params, head.model.config) if isinstance(head, baselines.Standalone) else layers.to_column_blocks(params)
+    if isinstance(head, baselines.Standalone):
+        return _standalone_params(head, params, ids)
+    vocab = head_lib.draft_vocab(ids, backbone_params, head.backbone, column_blocks=head.column_blocks)
+    return mtp.Params(head=layers.to_column_blocks(params) if head.column_blocks else params, vocab=vocab)
+
+
+def _standalone_params(small: baselines.Standalone, params: dict[str, Any], ids: Array) -> mtp.Params:
+    """Where it drafts only some tokens, their rows of its table are its unembedding; otherwise the whole table is."""
+    config, cut = small.model.config, len(ids) < small.config.backbone_vocab_size
+    vocab = head_lib.draft_vocab(ids, params, config, column_blocks=small.column_blocks, with_rows=cut)
+    if small.column_blocks:
+        params = backbone_lib.to_column_blocks(params, config)
+        if cut:
+            del params["unembed"]
     return mtp.Params(head=params, vocab=vocab)

@@ -14,7 +14,7 @@ x_{p+1} pending, draft step k takes pair p+k-1, with the draft before and the mo
     attends with [norm(embed); norm(x)], twice as wide as x, which alone goes on as the residual. By default the taps are what layers 2, L // 2
     and L - 3 of the backbone's L take in, counted from 0, as in the authors' code.
 
-    logits = features · draft rows of the backbone's unembedding, which is frozen (standalone: · its own table)
+    logits = features · draft rows of the backbone's unembedding, which is frozen (standalone: · those of its own table)
 
 The layer of eagle, eagle3 and deepseek attends to the true pairs 0..p and to the drafted ones up to its own, each at its own position. The queries
 of own_cache stand at p+1 and see the true pairs 0..p in every step, as those of the MTP head see the backbone's slots. K and V of a pair

@@ -149,8 +149,9 @@ class _Standalone:
     def step(
         self, params: Any, frozen: Frozen, text: Text, prepared: Any, carry: tuple[()], k: int | Int[Array, ""], rows: Int[Array, "B R"]
     ) -> tuple[head_lib.HeadOutput, tuple[()]]:
-        features = at(prepared, rows + k)
-        return _without_pointer(features, params["embed"]["embedding"].T), carry
+        table = params["embed"]["embedding"]
+        rows_drafted = table if len(frozen.vocab.ids) == len(table) else table[frozen.vocab.ids]
+        return _without_pointer(at(prepared, rows + k), rows_drafted.T), carry
 
 
 def _without_pointer(features: Float[Array, "B R W"], unembedding: layers.Kernel) -> head_lib.HeadOutput:

@@ -82,7 +82,22 @@ def test_figures_are_those_of_evaluate(compare, backbone, head, tmp_path, monkey
     (tmp_path / "result.json").unlink()
     monkeypatch.setattr(compare, "_decode_all", lambda *arguments: None)  # the first repeat is in the journal
     once = run(compare, backbone, heads, methods, tmp_path, repeats=1)["methods"]["copy, M = 3"]["overall"]
-    assert once["speedups"] == result["methods"]["copy, M = 3"]["overall"]["speedups"][:1] and once["prompts"] == 4
+    assert once["repeated"] == 4 and once["speedups"] == result["methods"]["copy, M = 3"]["overall"]["speedups"][:1] and once["prompts"] == 4
+
+
+def test_a_prompt_takes_its_median_run(compare):
+    def pair(tokens, plain, fast, task="one"):
+        texts = ([generate.Output(text, "", 3, 2, 2, [1], "length")] for text in ([1, 2, 3, 4], tokens))
+        return acceptance.Pair(task, [0], *texts, plain, fast)
+
+    variant = compare.Variant(compare.Method("a", "jacobi"), {}, config_lib.DecodeConfig(num_draft=1))
+    same, other = [1, 2, 3, 4], [1, 2, 3, 5]
+    runs = [[pair(same, 1.0, 2.0), pair(same, 9.0, 3.0), pair(same, 2.0, 4.0)], [pair(same, 4.0, 1.0), pair(other, 4.0, 1.0), pair(same, 4.0, 1.0)]]
+    values = compare._summary(variant, [*runs, [pair(same, 1.0, 4.0, "two")]])
+    whole, one, two = values["overall"], values["tasks"]["one"], values["tasks"]["two"]
+    assert whole["speedup"] == round((2 + 4 + 1) / (3 + 1 + 4), 4) and whole["speedups"] == [round(5 / 3, 4), round(13 / 4, 4), round(6 / 5, 4)]
+    assert (whole["prompts"], whole["repeated"], whole["identical"]) == (3, 2, 2)
+    assert (one["speedup"], one["identical"], two["speedup"], two["speedups"], two["repeated"]) == (1.5, 1, 0.25, [0.25], 1)
 
 
 def test_a_method_that_is_none(compare):
@@ -95,6 +110,12 @@ def test_a_method_that_is_none(compare):
 
 
 def test_prompts_are_drawn_by_task_and_length(compare, backbone):
-    drawn = compare.draw(backbone, PROMPTS, 1, 6, 0)
+    drawn = compare.draw(backbone, PROMPTS, {"": 1}, 6, 0)
     assert [(prompt.task, prompt.text) for prompt in drawn] in ([("one", "xyz"), ("two", text)] for text in ("hello", "aaaa"))
-    assert compare.draw(backbone, PROMPTS, 9, 99, 0) == [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]]
+    assert compare.draw(backbone, PROMPTS, {"": 9}, 99, 0) == [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]]
+    assert compare.draw(backbone, PROMPTS, compare.limits(["9", "one=0"]), 99, 0) == [PROMPTS[1], PROMPTS[3]]
+    with pytest.raises(ValueError, match="--limit three=2: no prompt is of this task"):
+        compare.draw(backbone, PROMPTS, compare.limits(["9", "three=2"]), 99, 0)
+    for texts in (["one=2"], ["x"], ["2", "one=-1"], ["2.5"]):
+        with pytest.raises(ValueError, match="must be N, and then perhaps TASK=N"):
+            compare.limits(texts)

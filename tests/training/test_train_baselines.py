@@ -36,9 +36,10 @@ def batch():
     return data.Batch(tokens=tokens, lengths=lengths, answer=np.arange(12) < lengths[:, None], rows=rows, row_mask=mask, index=np.arange(2, dtype=np.int32))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, "standalone, 24 tokens"])
 def model(request, backbone):
-    return fakes.baseline(backbone, request.param)
+    kind, _, cut = request.param.partition(", ")
+    return fakes.baseline(backbone, kind, **({"draft_vocab_size": 24} if cut else {}))
 
 
 @pytest.fixture(scope="module")
